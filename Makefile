@@ -1,0 +1,36 @@
+PYTHON ?= python3
+PORT ?= 8000
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: serve test lint install soak bench clean
+
+serve: $(VENV)/.serve
+	@exec $(BIN)/moemesh up --port $(PORT)
+
+test: install lint
+	$(BIN)/python -m pytest -m "not soak"
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+soak: install
+	$(BIN)/python -m pytest -m soak
+
+install: $(VENV)/.test
+
+$(VENV)/.serve: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[cpu]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[cpu,test]'
+	@touch $(VENV)/.serve $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

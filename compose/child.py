@@ -1,0 +1,110 @@
+"""One child process: started, its output kept, stopped gently and then by force."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+
+from compose.log_file import LogFile
+from compose.processes import ProcessSpec
+
+_MAX_LINE_BYTES = 256 * 1024
+
+
+class Child:
+    """A process in a group of its own, so that a terminal's Ctrl-C reaches the launcher alone and
+    the launcher decides the order of stopping.
+
+    ``on_line`` sees each line that the child writes, after it went to ``log``.
+    """
+
+    def __init__(self, spec: ProcessSpec, log: LogFile, on_line: Callable[[bytes], None]) -> None:
+        self.spec = spec
+        self._log = log
+        self._on_line = on_line
+        self._process: asyncio.subprocess.Process | None = None
+        self._stop_requested = False
+        self._ended = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """None before the process exists and after it ended."""
+        if self._process is None or self._process.returncode is not None:
+            return None
+        return self._process.pid
+
+    async def run(self) -> int:
+        """Starts the process and returns its exit code (negative: the signal that ended it).
+
+        Cancelled, it kills the process. Called once. The process is forked by the calling
+        thread, which must outlive it: children that die with their parent watch that thread.
+        """
+        self._log.start_tail()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self.spec.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                process_group=0,
+            )
+            self._process = process
+            if self._stop_requested:
+                self._signal(signal.SIGTERM)
+            try:
+                assert process.stdout is not None
+                async for line in _lines(process.stdout):
+                    self._log.write(line)
+                    self._on_line(line)
+                return await process.wait()
+            finally:
+                if process.returncode is None:
+                    self._signal(signal.SIGKILL)
+                    await process.wait()
+        finally:
+            self._ended.set()
+
+    async def stop(self, grace_s: float) -> bool:
+        """SIGTERM, then SIGKILL to the whole group after ``grace_s``; True if it ended in time."""
+        self._stop_requested = True
+        self._signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._ended.wait()
+        except TimeoutError:
+            self.kill()
+            await self._ended.wait()
+            return False
+        return True
+
+    def kill(self) -> None:
+        self._stop_requested = True
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        pid = self.pid
+        if pid is None:
+            return
+        try:
+            if number is signal.SIGKILL:
+                os.killpg(pid, number)
+            else:
+                os.kill(pid, number)
+        except ProcessLookupError:
+            return  # it ended a moment ago; ``run`` is about to see that
+
+
+async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Lines of ``reader``, newline included; one without an end is cut at 256 KiB."""
+    rest = b""
+    while chunk := await reader.read(65536):
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            yield line + b"\n"
+        if len(rest) > _MAX_LINE_BYTES:
+            yield rest + b"\n"
+            rest = b""
+    if rest:
+        yield rest + b"\n"

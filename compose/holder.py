@@ -1,0 +1,70 @@
+"""Who runs the mesh of a run directory, and clearing that directory when it stops."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+from mesh.rundir import Claim, claim, create_run_dir
+from mesh.settings import Settings
+
+LAUNCHER = "launcher"
+"""The id under which a launcher claims its mesh; ``RUN_DIR/launcher.pid`` has its process id."""
+
+
+def claim_mesh(settings: Settings) -> tuple[Path, Claim]:
+    """The run directory, empty, and the claim of this process to it.
+
+    What a killed mesh left there is removed. Raises ``mesh.rundir.RunDirError``; that is
+    ``AlreadyRunning`` when another launcher runs this mesh.
+    """
+    while True:
+        directory = create_run_dir(settings)
+        try:
+            held = claim(directory, LAUNCHER)
+        except FileNotFoundError:
+            continue  # a mesh that has just stopped took the directory with it
+        clear(directory)
+        return directory, held
+
+
+def release_mesh(directory: Path, held: Claim, settings: Settings) -> None:
+    """Removes the run directory, unless another mesh has moved in meanwhile."""
+    clear(directory)
+    held.release()
+    empty = [directory] if settings.mesh.run_dir else [directory, directory.parent]
+    for path in empty:
+        try:
+            path.rmdir()
+        except OSError:
+            return
+
+
+def clear(directory: Path) -> None:
+    """Removes all but the launcher's claim."""
+    for entry in directory.iterdir():
+        if entry.name == f"{LAUNCHER}.pid":
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+
+
+def launcher_pid(directory: Path) -> int | None:
+    """Process id of the launcher that runs the mesh of ``directory``, or None."""
+    try:
+        descriptor = os.open(directory / f"{LAUNCHER}.pid", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.read(descriptor, 32).strip()
+        return int(text) if text.isdigit() else None
+    else:
+        return None
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Rebuild the demonstration model: corpus, tokenizer, training, export, samples."""

@@ -1,0 +1,57 @@
+"""The expert worker's figures for Prometheus, read from its tallies when a page is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from expert_svc.slots import SlotTable
+from expert_svc.worker import Worker
+from mesh.metrics import PREFIX
+
+_COUNTERS = {
+    "calls": "Grouped FFN calls.",
+    "parts": "Parts answered.",
+    "tokens": "Tokens computed.",
+    "pairs": "(token, expert) pairs computed.",
+    "stale": "Parts answered stale.",
+}
+
+
+class ExpertCollector(Collector):
+    """Figures of one ``Worker`` and its ``SlotTable``; no label per layer or expert."""
+
+    def __init__(self, worker: Worker, table: SlotTable) -> None:
+        self._worker = worker
+        self._table = table
+
+    def collect(self) -> Iterable[Metric]:
+        tally, table = self._worker.tally, self._table
+        for name, text in _COUNTERS.items():
+            yield CounterMetricFamily(f"{PREFIX}_expert_{name}", text, value=getattr(tally, name))
+        seconds = CounterMetricFamily(
+            f"{PREFIX}_expert_thread_seconds",
+            "Where the compute thread's time went.",
+            labels=["activity"],
+        )
+        python_ns = tally.awake_ns - tally.ffn_ns - tally.signal_ns
+        for activity, ns in (
+            ("ffn", tally.ffn_ns),
+            ("signal", tally.signal_ns),
+            ("wait", tally.wait_ns),
+            ("python", max(python_ns, 0)),
+        ):
+            seconds.add_metric([activity], ns / 1e9)
+        yield seconds
+        held = sum(expert >= 0 for layer in table.held() for expert in layer)
+        yield GaugeMetricFamily(
+            f"{PREFIX}_expert_slots_filled", "Slots that hold an expert, all layers.", value=held
+        )
+        yield GaugeMetricFamily(
+            f"{PREFIX}_expert_weights_bytes", "Expert weights held.", value=table.resident_bytes()
+        )
+        yield GaugeMetricFamily(
+            f"{PREFIX}_expert_placement_epoch", "Epoch of the slots held.", value=table.epoch
+        )

@@ -1,0 +1,192 @@
+"""The compute thread: takes what has arrived, runs one layer as one grouped FFN, answers.
+
+Every microsecond here is on a token's way through a layer, so one lone part (the usual case while
+decoding) goes from lane to lane without a copy or a list. The layer with most waiting tokens runs
+first, since one pass over its weights then serves most tokens; a part that has been passed over
+``_MOST_PASSES`` times runs next whatever its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
+
+import numpy as np
+import torch
+from ep_kernels.grouped_ffn import ExpertBank
+from ep_kernels.plane import AnswerStatus, Arrival, ExpertPlane, IntArray
+
+from expert_svc.slots import SlotTable
+from mesh.placement import EMPTY
+
+_IDLE_WAIT_S = 5.0
+"""Longest sleep without work. Arrivals, dead lanes and ``stop`` all wake the thread by themselves;
+this bounds the harm of a wake-up lost to a defect."""
+_MOST_PASSES = 8
+_EMPTY_SLOT = np.int32(EMPTY).tobytes()
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the compute thread has done since start. Written by it alone, read by any thread."""
+
+    calls: int = 0
+    """Grouped FFN calls."""
+    parts: int = 0
+    tokens: int = 0
+    pairs: int = 0
+    stale: int = 0
+    """Parts answered ``STALE``."""
+    ffn_ns: int = 0
+    signal_ns: int = 0
+    """Publishing answers."""
+    wait_ns: int = 0
+    """Asleep or spinning for arrivals."""
+    awake_ns: int = 0
+    """Everything but ``wait_ns``; less ``ffn_ns`` and ``signal_ns`` it is Python's share."""
+
+
+class Worker:
+    """Serves ``plane`` from the slots of ``table`` until ``stop``."""
+
+    def __init__(self, plane: ExpertPlane, table: SlotTable) -> None:
+        self.tally = Tally()
+        self._plane = plane
+        self._table = table
+        self._stopping = False
+        self._waiting: dict[tuple[int, bool], list[Arrival]] = {}
+        self._passes = 0
+
+    def run(self) -> None:
+        """The thread's body; calls everything of the plane but ``wake``. Returns after ``stop``."""
+        plane, tally, waiting = self._plane, self.tally, self._waiting
+        with torch.inference_mode():
+            woke = perf_counter_ns()
+            while not self._stopping:
+                arrivals = plane.poll()
+                if len(arrivals) == 1 and not waiting:
+                    self._serve_alone(arrivals[0])
+                elif arrivals or waiting:
+                    for arrival in arrivals:
+                        waiting.setdefault((arrival.layer, arrival.exact), []).append(arrival)
+                    self._serve_together(self._next_group())
+                else:
+                    slept = perf_counter_ns()
+                    tally.awake_ns += slept - woke
+                    plane.wait(_IDLE_WAIT_S)
+                    woke = perf_counter_ns()
+                    tally.wait_ns += woke - slept
+
+    def stop(self) -> None:
+        """Make ``run`` return soon. Any thread."""
+        self._stopping = True
+        self._plane.wake()
+
+    def _serve_alone(self, part: Arrival) -> None:
+        """The part's own memory is input and output."""
+        with self._table.lock:
+            bank = self._bank_for(part)
+            if bank is None:
+                self._refuse(part)
+                return
+            began = perf_counter_ns()
+            if part.exact:
+                bank.run_rows(part.x, part.pair_token, part.pair_slot, part.out)
+            else:
+                bank.run(part.x, part.pair_token, part.pair_slot, part.pair_weight, part.out)
+        self._answer(part, perf_counter_ns() - began)
+        self.tally.calls += 1
+
+    def _serve_together(self, parts: list[Arrival]) -> None:
+        """One grouped FFN over parts of one layer from several senders or micro-batches."""
+        if len(parts) == 1:
+            self._serve_alone(parts[0])
+            return
+        with self._table.lock:
+            valid = []
+            bank: ExpertBank | None = None
+            for part in parts:
+                found = self._bank_for(part)
+                if found is None:
+                    self._refuse(part)
+                else:
+                    bank = found
+                    valid.append(part)
+            if bank is None:
+                return
+            began = perf_counter_ns()
+            _run_joined(bank, valid)
+        ffn_ns = perf_counter_ns() - began
+        tokens = sum(part.x.shape[0] for part in valid)
+        for part in valid:
+            self._answer(part, ffn_ns * part.x.shape[0] // max(tokens, 1))
+        self.tally.calls += 1
+
+    def _bank_for(self, part: Arrival) -> ExpertBank | None:
+        """The bank to run ``part`` in, or None when a slot does not hold what the part names.
+
+        The rule that keeps every placement right: see "Placement, epochs" in the architecture.
+        """
+        bank = self._table.banks.get(part.layer)
+        return bank if bank is not None and _holds(bank.holds, part) else None
+
+    def _next_group(self) -> list[Arrival]:
+        """The parts of the layer with most waiting tokens, or those passed over too often."""
+        waiting = self._waiting
+        oldest = next(iter(waiting))
+        if len(waiting) == 1 or self._passes >= _MOST_PASSES:
+            chosen = oldest
+        else:
+            chosen = max(waiting, key=lambda key: sum(part.x.shape[0] for part in waiting[key]))
+        self._passes = 0 if chosen == oldest else self._passes + 1
+        return waiting.pop(chosen)
+
+    def _answer(self, part: Arrival, ffn_ns: int) -> None:
+        tally = self.tally
+        began = perf_counter_ns()
+        self._plane.answer(part, AnswerStatus.OK, ffn_ns)
+        tally.signal_ns += perf_counter_ns() - began
+        tally.ffn_ns += ffn_ns
+        tally.parts += 1
+        tally.tokens += part.x.shape[0]
+        tally.pairs += part.pair_slot.size
+
+    def _refuse(self, part: Arrival) -> None:
+        self.tally.stale += 1
+        self._plane.answer(part, AnswerStatus.STALE, 0)
+
+
+def _holds(holds: IntArray, part: Arrival) -> bool:
+    """Whether each pair's slot holds the pair's expert, whatever numbers the peer sent.
+
+    ``holds`` ``[slots]``. Comparing bytes costs a microsecond; numpy's reductions cost ten.
+    """
+    try:
+        # As unsigned numbers, negative slots are out of range as well.
+        found = holds[part.pair_slot.view(np.uint32)].tobytes()
+    except IndexError:
+        return False
+    # Four bytes of ones cannot straddle two experts' numbers, so they are an empty slot.
+    return found == part.pair_expert.tobytes() and _EMPTY_SLOT not in found
+
+
+def _run_joined(bank: ExpertBank, parts: Sequence[Arrival]) -> None:
+    """Run ``parts`` (all exact or none) as one and write each one's answer into its ``out``."""
+    x = torch.cat([part.x for part in parts])  # [tokens, hidden], all senders
+    firsts = np.cumsum([0] + [part.x.shape[0] for part in parts[:-1]], dtype=np.int32)
+    pair_token = np.concatenate(
+        [part.pair_token + first for part, first in zip(parts, firsts, strict=True)]
+    )
+    pair_slot = np.concatenate([part.pair_slot for part in parts])
+    if parts[0].exact:
+        out = torch.empty(pair_slot.size, bank.hidden)
+        bank.run_rows(x, pair_token, pair_slot, out)
+    else:
+        pair_weight = np.concatenate([part.pair_weight for part in parts])
+        out = torch.empty(x.shape[0], bank.hidden)
+        bank.run(x, pair_token, pair_slot, pair_weight, out)
+    for part, rows in zip(
+        parts, torch.split_with_sizes(out, [part.out.shape[0] for part in parts]), strict=True
+    ):
+        part.out.copy_(rows)

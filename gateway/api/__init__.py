@@ -1,0 +1,1 @@
+"""The REST interface: typed requests, endpoints, responses."""

@@ -1,0 +1,147 @@
+"""The routes of the gateway: OpenAI's, vLLM's tokenizer endpoints, probes and metrics."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+from structlog.typing import FilteringBoundLogger
+
+from gateway.api.chat_completions import ChatCompletions
+from gateway.api.completions import Completions
+from gateway.api.engine import Engine
+from gateway.api.http import Edge, json_response, read_body
+from gateway.api.requests import DetokenizeRequest, TokenizeRequest, parse
+from gateway.api.responses import Detokenized, Model, Tokenized, encode, model_list
+from gateway.chat import plain_messages
+from gateway.errors import InvalidRequest, InvalidValue, Unavailable
+from mesh import metrics
+
+_MAX_TOKEN_ID = 2**32 - 1
+
+
+class Utilities:
+    """Everything that runs no token."""
+
+    def __init__(self, engine: Engine, registry: CollectorRegistry) -> None:
+        self._engine = engine
+        self._registry = registry
+        self._version = importlib.metadata.version("moemesh")
+
+    def _model(self) -> Model:
+        model = self._engine.model
+        return Model(model.id, "model", model.created, "moemesh", model.root, model.context)
+
+    async def models(self, http: Request) -> Response:  # noqa: ARG002
+        return json_response(model_list([self._model()]))
+
+    async def model(self, http: Request) -> Response:
+        self._engine.model.check_name(http.path_params["id"])
+        return json_response(encode(self._model()))
+
+    async def tokenize(self, http: Request) -> Response:
+        """Tokens of a text, or of messages by the chat template."""
+        engine = self._engine
+        request = parse(await read_body(http, engine.max_body_bytes), TokenizeRequest)
+        engine.model.check_name(request.model)
+        special = request.add_special_tokens
+        if (request.prompt is None) == (request.messages is None):
+            raise InvalidRequest("Give either prompt or messages.", param="prompt")
+        if request.prompt is not None:
+            text, special = request.prompt, special is not False
+        else:
+            text, special = self._render(request), bool(special)
+        ids = await engine.tokenize(text, add_special_tokens=special)
+        names = [engine.model.tokenizer.token(id_) for id_ in ids]
+        return json_response(
+            encode(
+                Tokenized(
+                    len(ids),
+                    engine.model.context,
+                    ids,
+                    names if request.return_token_strs else None,
+                )
+            )
+        )
+
+    def _render(self, request: TokenizeRequest) -> str:
+        template = self._engine.model.template
+        if template is None:
+            raise InvalidRequest("The model has no chat template.", param="messages")
+        return template.render(
+            plain_messages(request.messages or []),
+            add_generation_prompt=request.add_generation_prompt is not False,
+            variables=request.chat_template_kwargs or {},
+        )
+
+    async def detokenize(self, http: Request) -> Response:
+        """Text of token ids, special tokens included."""
+        request = parse(await read_body(http, self._engine.max_body_bytes), DetokenizeRequest)
+        self._engine.model.check_name(request.model)
+        if not all(0 <= id_ <= _MAX_TOKEN_ID for id_ in request.tokens):
+            raise InvalidValue("tokens must be token ids.", param="tokens")
+        return json_response(
+            encode(Detokenized(self._engine.model.tokenizer.decode(request.tokens)))
+        )
+
+    async def tokenizer_info(self, http: Request) -> Response:  # noqa: ARG002
+        """``tokenizer_config.json``, special tokens as strings, and the chat template in use."""
+        model = self._engine.model
+        info: dict[str, Any] = {
+            "eos_token": None,
+            "bos_token": None,
+            "pad_token": None,
+            **model.tokenizer.config,
+            "chat_template": None if model.template is None else model.template.source,
+        }
+        return json_response(encode(info))
+
+    async def health(self, http: Request) -> Response:  # noqa: ARG002
+        """The process lives; says nothing about the mesh."""
+        return json_response(encode({"status": "ok"}))
+
+    async def ready(self, http: Request) -> Response:  # noqa: ARG002
+        """200 when the mesh can run a token, else 503 with the reason."""
+        why = self._engine.pool.why_not_ready()
+        if why:
+            raise Unavailable(f"Not ready: {why}.")
+        return json_response(encode({"status": "ready"}))
+
+    async def metrics(self, http: Request) -> Response:  # noqa: ARG002
+        return Response(
+            metrics.page(self._registry), headers={"content-type": metrics.CONTENT_TYPE}
+        )
+
+    async def version(self, http: Request) -> Response:  # noqa: ARG002
+        return json_response(encode({"version": self._version}))
+
+
+async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
+    del scope, receive, send
+    raise HTTPException(404)
+
+
+def build_app(engine: Engine, registry: CollectorRegistry, log: FilteringBoundLogger) -> Edge:
+    """The ASGI application."""
+    utilities = Utilities(engine, registry)
+    routes = [
+        Route("/v1/completions", Completions(engine).completions, methods=["POST"]),
+        Route("/v1/chat/completions", ChatCompletions(engine).chat_completions, methods=["POST"]),
+        Route("/v1/models", utilities.models),
+        Route("/v1/models/{id:path}", utilities.model),
+        Route("/tokenize", utilities.tokenize, methods=["POST"]),
+        Route("/detokenize", utilities.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", utilities.tokenizer_info),
+        Route("/health", utilities.health),
+        Route("/ready", utilities.ready),
+        Route("/metrics", utilities.metrics),
+        Route("/version", utilities.version),
+    ]
+    router = Router(routes, redirect_slashes=False, default=_nothing)
+    return Edge(router, engine.meters, log)

@@ -1,0 +1,213 @@
+"""The HTTP edge around the endpoints: bodies in, errors and event streams out.
+
+``Edge`` wraps the router: it keeps or makes the request's id, turns errors into OpenAI's error
+objects, counts and logs. ``EventStream`` sends server-sent events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.typing import FilteringBoundLogger
+
+from gateway.api.responses import error_frame
+from gateway.errors import (
+    ApiError,
+    BodyTimeout,
+    BodyTooLarge,
+    MethodNotAllowed,
+    NotFound,
+)
+from gateway.generation import ClientGone
+from gateway.meters import Meters
+
+BODY_TIMEOUT_S = 30.0
+_CUT_OFF = 8
+"""How many times the accepted size a body may have to be read, and dropped, to its end."""
+_KEPT_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_QUIET = frozenset({"/health", "/ready", "/metrics"})
+"""Probed every few seconds: logged at debug level only."""
+
+
+def json_response(body: bytes, status: int = 200) -> Response:
+    return Response(body, status, media_type="application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    return Response(error.body(), error.status, error.headers, media_type="application/json")
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body.
+
+    Raises ``BodyTooLarge``, ``BodyTimeout``, or ``ClientGone`` when the client left before its end.
+    A body that is somewhat too large is read to its end, because most clients look for an answer
+    only after they have sent all; one that is much too large is cut off.
+    """
+    chunks: list[bytes] = []
+    size = 0
+    more = True
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while more and size <= _CUT_OFF * max_bytes:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                chunk = message.get("body", b"")
+                more = message.get("more_body", False)
+                size += len(chunk)
+                if size <= max_bytes:
+                    chunks.append(chunk)
+                else:
+                    chunks.clear()
+    except TimeoutError:
+        raise BodyTimeout(f"The body did not arrive within {BODY_TIMEOUT_S:g} s.") from None
+    if size > max_bytes:
+        raise BodyTooLarge(f"The body has more than {max_bytes} bytes.")
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+class EventStream(Response):
+    """Server-sent events; ``frames`` yields whole events.
+
+    The status goes out with the first frame, so that an error before it has its own status;
+    one after it becomes an ``error`` event and the stream ends without ``[DONE]``.
+    """
+
+    def __init__(self, frames: AsyncGenerator[bytes, None]) -> None:
+        self._frames = frames
+        # No content-length: the length is not known.
+        self.raw_headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        self.status_code = 200
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope, receive
+        started = False
+        try:
+            async with contextlib.aclosing(self._frames) as frames:
+                async for frame in frames:
+                    if not started:
+                        started = True
+                        await self._start(send)
+                    await send({"type": "http.response.body", "body": frame, "more_body": True})
+        except ApiError as error:
+            if not started:
+                raise
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": error_frame(error.body()),
+                    "more_body": True,
+                }
+            )
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _start(self, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+
+
+class Edge:
+    """The outermost ASGI application; see the module's docstring.
+
+    ``scope["state"]`` gains ``request_id`` and ``log`` (bound to it) for the endpoints.
+    """
+
+    def __init__(self, app: ASGIApp, meters: Meters, log: FilteringBoundLogger) -> None:
+        self._app = app
+        self._meters = meters
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        started_at = time.monotonic()
+        request_id = _request_id(scope)
+        log = self._log.bind(trace=request_id)
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        state["log"] = log
+        scope["app"] = self  # lets Starlette's router raise HTTPException instead of answering
+        status = 0
+
+        async def tagged(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", request_id.encode("ascii")),
+                ]
+            await send(message)
+
+        try:
+            await self._answer(scope, receive, tagged, log)
+        except ClientGone:
+            status = 499  # nginx's code: the client left before the answer
+        except Exception:
+            log.exception("request.failed", path=scope["path"])
+            if status:
+                raise  # the answer has begun: the server closes the connection
+            await error_response(ApiError("The gateway failed on this request."))(
+                scope, receive, tagged
+            )
+        finally:
+            endpoint = getattr(scope.get("endpoint"), "__name__", "none")
+            self._meters.http_requests.labels(endpoint, str(status)).inc()
+            write = log.debug if scope["path"] in _QUIET else log.info
+            write(
+                "request.answered",
+                method=scope["method"],
+                path=scope["path"],
+                status=status,
+                duration_ms=round((time.monotonic() - started_at) * 1000, 1),
+                **state.get("facts", {}),
+            )
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, log: FilteringBoundLogger
+    ) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except HTTPException as error:
+            if error.status_code == 405:
+                refusal: ApiError = MethodNotAllowed(
+                    f"{scope['method']} is not allowed for {scope['path']}."
+                )
+                refusal.headers = dict(error.headers or {})
+            else:
+                refusal = NotFound(f"There is nothing at {scope['path']}.")
+            await error_response(refusal)(scope, receive, send)
+        except ApiError as error:
+            if error.status >= 500 and scope["path"] not in _QUIET:
+                log.warning("request.refused", status=error.status, reason=error.message)
+            await error_response(error)(scope, receive, send)
+
+
+def _request_id(scope: Scope) -> str:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text: str = value.decode("latin-1")
+            if _KEPT_ID.fullmatch(text):
+                return text
+    return uuid.uuid4().hex

@@ -1,0 +1,147 @@
+"""Errors a client sees: OpenAI's error object and the status that goes with it.
+
+Raised anywhere in the gateway; the HTTP edge turns them into a response, or into an ``error``
+event when the stream has already begun. Anything else that escapes is a bug of ours (500).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorObject(msgspec.Struct, frozen=True):
+    """The JSON that OpenAI clients read: ``{"error": {...}}``."""
+
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """Base of all errors meant for the client.
+
+    ``status``: HTTP status. ``type``, ``code``, ``param``: as in OpenAI's error object.
+    ``headers``: sent along with the status.
+    """
+
+    status = 500
+    type = "server_error"
+    code: str | None = None
+
+    def __init__(
+        self, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        """The error object as JSON."""
+        return msgspec.json.encode(
+            ErrorObject(ErrorBody(self.message, self.type, self.param, self.code))
+        )
+
+
+class InvalidRequest(ApiError):
+    """The request itself is wrong; sending it again cannot help."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class InvalidJson(InvalidRequest):
+    code = "invalid_json"
+
+
+class UnknownField(InvalidRequest):
+    code = "unknown_parameter"
+
+
+class UnsupportedField(InvalidRequest):
+    code = "unsupported_parameter"
+
+
+class InvalidValue(InvalidRequest):
+    code = "invalid_value"
+
+
+class InvalidType(InvalidRequest):
+    code = "invalid_type"
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt and requested output do not fit the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class BodyTooLarge(InvalidRequest):
+    status = 413
+    code = "body_too_large"
+
+
+class NotFound(InvalidRequest):
+    status = 404
+    code = "not_found"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class MethodNotAllowed(InvalidRequest):
+    status = 405
+    code = "method_not_allowed"
+
+
+class BodyTimeout(InvalidRequest):
+    """The client did not send its body in time."""
+
+    status = 408
+    code = "request_timeout"
+
+
+class Overloaded(ApiError):
+    """No room now; ``retry_after_s`` says when to try again."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        # The header takes whole seconds; 0 would invite an immediate retry.
+        super().__init__(message, headers={"Retry-After": str(max(1, math.ceil(retry_after_s)))})
+
+
+class Unavailable(ApiError):
+    """The mesh cannot run a token now; the message says why."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "not_ready"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, headers={"Retry-After": str(max(1, math.ceil(retry_after_s)))})
+
+
+class GenerationFailed(ApiError):
+    """A sequence ended with an error inside the mesh."""
+
+    code = "generation_failed"
+
+
+class TimedOut(ApiError):
+    """The request took longer than ``gateway.request_timeout_s``."""
+
+    status = 504
+    type = "timeout_error"
+    code = "timeout"

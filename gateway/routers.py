@@ -1,0 +1,170 @@
+"""What the gateway knows of the routers, and which of them takes a sequence.
+
+Pure: time is an argument (monotonic seconds); ``pool.py`` does the talking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from gateway.affinity import PrefixTable
+from mesh.messages import Load, Member, MemberState, Pong, View
+
+SILENT_S = 5.0
+"""A connected router that answers no Ping for this long is taken for hung."""
+_AFFINITY_SLACK = 4
+"""Sequences by which the router that knows the prefix may be busier than the idlest one."""
+_IN_MESH: frozenset[MemberState] = frozenset({"joining", "loading", "ready", "suspect", "draining"})
+
+
+class Router:
+    """One router. ``active``: this gateway's sequences on it; ``others``: other gateways'."""
+
+    __slots__ = ("active", "heard_at", "link_up", "member", "others", "ready", "reason")
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.link_up = False
+        self.ready = False
+        self.reason = "has not answered yet"
+        self.heard_at = 0.0
+        self.active = 0
+        self.others = 0
+
+    @property
+    def takes_work(self) -> bool:
+        return self.link_up and self.ready and self.member.state != "draining"
+
+    @property
+    def pending(self) -> int:
+        """Sequences that share this router with a new one."""
+        return self.active + self.others
+
+
+class Routers:
+    """All routers of the newest view."""
+
+    def __init__(self, prefixes: PrefixTable) -> None:
+        self._routers: dict[str, Router] = {}
+        self._prefixes = prefixes
+        self._view_version: int | None = None
+
+    def apply(self, view: View) -> tuple[list[Member], list[str]]:
+        """Take a newer view; returns (routers to connect to, ids of those that are gone).
+
+        A router that came back as another process, or at another address, is in both lists.
+        """
+        if self._view_version is not None and view.version <= self._view_version:
+            return [], []
+        self._view_version = view.version
+        present = {
+            member.id: member
+            for member in view.members
+            if member.role == "router" and member.state in _IN_MESH and member.control
+        }
+        gone = [
+            id_
+            for id_, router in self._routers.items()
+            if id_ not in present
+            or present[id_].incarnation != router.member.incarnation
+            or present[id_].control != router.member.control
+        ]
+        for id_ in gone:
+            del self._routers[id_]
+            self._prefixes.forget(id_)
+        added = [member for id_, member in present.items() if id_ not in self._routers]
+        for id_, member in present.items():
+            known = self._routers.get(id_)
+            if known is None:
+                self._routers[id_] = Router(member)
+            else:
+                known.member = member
+        return added, gone
+
+    def link_changed(self, id_: str, *, up: bool, now: float) -> None:
+        """The connection to ``id_`` was made or lost."""
+        router = self._routers.get(id_)
+        if router is not None:
+            router.link_up = up
+            router.ready = False
+            router.reason = "has not answered yet" if up else "not connected"
+            router.heard_at = now
+            if not up:
+                self._prefixes.forget(id_)
+
+    def heard(self, id_: str, now: float) -> None:
+        """Any message came from ``id_``."""
+        router = self._routers.get(id_)
+        if router is not None:
+            router.heard_at = now
+
+    def pong(self, id_: str, pong: Pong, now: float) -> bool:
+        """Take an answer; True when the router takes work now and did not before."""
+        router = self._routers.get(id_)
+        if router is None:
+            return False
+        before = router.takes_work
+        router.heard_at = now
+        router.ready = pong.ready
+        router.reason = pong.reason
+        router.others = max(0, _sequences(pong.load) - router.active)
+        return router.takes_work and not before
+
+    def silent(self, now: float) -> list[str]:
+        """Connected routers that fell silent; they take no work until they answer again."""
+        found = []
+        for id_, router in self._routers.items():
+            if router.link_up and now - router.heard_at > SILENT_S:
+                if router.ready:
+                    found.append(id_)
+                router.ready = False
+                router.reason = f"has not answered for {now - router.heard_at:.0f} s"
+        return found
+
+    def pick(self, prompt: Sequence[int], exclude: Collection[str] = ()) -> str | None:
+        """The router for a sequence: where its prefix is cached unless that one is much busier.
+
+        None when no router takes work.
+        """
+        ready = [r for id_, r in self._routers.items() if r.takes_work and id_ not in exclude]
+        if not ready:
+            return None
+        if len(ready) == 1:
+            return ready[0].member.id
+        idlest = min(ready, key=lambda router: (router.pending, router.member.id))
+        matched = self._prefixes.match(prompt)
+        for router in ready:
+            if router.member.id == matched and router.pending <= idlest.pending + _AFFINITY_SLACK:
+                return matched
+        return idlest.member.id
+
+    def taken(self, id_: str, prompt: Sequence[int]) -> None:
+        """A sequence went to ``id_``."""
+        router = self._routers.get(id_)
+        if router is not None:
+            router.active += 1
+            if len(self._routers) > 1:
+                self._prefixes.record(prompt, id_)
+
+    def left(self, id_: str) -> None:
+        """A sequence on ``id_`` ended or was taken away."""
+        router = self._routers.get(id_)
+        if router is not None and router.active:
+            router.active -= 1
+
+    def why_not_ready(self) -> str:
+        """Empty when some router takes work, else the reason in words."""
+        if any(router.takes_work for router in self._routers.values()):
+            return ""
+        if self._view_version is None:
+            return "the planner has not answered yet"
+        if not self._routers:
+            return "no router has joined the mesh"
+        return "; ".join(
+            f"{id_}: {router.member.detail or router.reason or router.member.state}"
+            for id_, router in sorted(self._routers.items())
+        )
+
+
+def _sequences(load: Load) -> int:
+    return load.running + load.waiting

@@ -1,0 +1,266 @@
+"""Every sequence this gateway has in the mesh, and where: submit, follow, move, cancel.
+
+No I/O and no clock: ``send`` is given and time is an argument (monotonic seconds), so that
+losses and refusals are tested without a network. A sequence that has no router, because none is
+ready or its own died, waits here for one; it is submitted again with the tokens it already has,
+under a new name, so that a late message of its old router cannot reach it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from gateway.errors import ApiError, GenerationFailed, InvalidValue, Overloaded, Unavailable
+from gateway.routers import Routers
+from mesh.messages import Cancel, Delta, Rejected, Sampling, Submit, Tokens, ToRouter
+
+_MAX_MOVES = 8
+"""A sequence that loses its router this often may be what kills them."""
+_ROUTER_DEADLINE_SLACK_S = 1.0
+"""The router gives a sequence up a little after the gateway has, which knows how to say it."""
+
+
+class Mailbox:
+    """Deltas of one request's sequences, for its one consumer.
+
+    Holds at most what its sequences may produce (``max_tokens`` each), whatever the client's
+    speed. Event-loop thread only.
+    """
+
+    __slots__ = ("_error", "_items", "_waiter")
+
+    def __init__(self) -> None:
+        self._items: list[tuple[int, Delta]] = []
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, choice: int, delta: Delta) -> None:
+        self._items.append((choice, delta))
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """Let the consumer raise ``error`` after what it has not read yet; the first one counts."""
+        self._error = self._error or error
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> list[tuple[int, Delta]]:
+        """Everything that arrived, waiting for at least one; raises what ``fail`` was given."""
+        if not self._items and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._items:
+            items, self._items = self._items, []
+            return items
+        assert self._error is not None
+        raise self._error
+
+
+class Sequence:
+    """One sequence of a request: ``choice`` is its place there."""
+
+    __slots__ = (
+        "attempts",
+        "choice",
+        "deadline",
+        "id",
+        "mailbox",
+        "moves",
+        "output",
+        "prompt",
+        "prompt_seen",
+        "refused_by",
+        "router",
+        "sampling",
+        "trace",
+        "wait_until",
+        "wire",
+    )
+
+    def __init__(
+        self,
+        *,
+        id_: str,
+        choice: int,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        trace: str,
+        mailbox: Mailbox,
+        deadline: float,
+    ) -> None:
+        self.id = id_
+        self.choice = choice
+        self.prompt = prompt
+        self.sampling = sampling
+        self.trace = trace
+        self.mailbox = mailbox
+        self.deadline = deadline
+        self.output: list[int] = []
+        self.prompt_seen = False  # the first delta has come
+        self.router = ""  # where it runs; empty while it has none
+        self.wire = ""  # its name there
+        self.attempts = 0  # times submitted
+        self.moves = 0  # times taken over from a lost router
+        self.refused_by: set[str] = set()
+        self.wait_until = 0.0  # when waiting for a router has lasted too long
+
+    def submit(self, now: float) -> Submit:
+        """The message that starts it, or goes on with it, on a router."""
+        sampling = self.sampling
+        if self.prompt_seen and sampling.prompt_logprobs >= 0:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)
+        return Submit(
+            request=self.wire,
+            trace=self.trace,
+            prompt=self.prompt,
+            sampling=sampling,
+            output=tuple(self.output),
+            deadline_ms=max(1, round((self.deadline + _ROUTER_DEADLINE_SLACK_S - now) * 1000)),
+        )
+
+
+class SequenceTable:
+    """All open sequences.
+
+    ``send(router, message) -> bool``: False when it could not be sent. ``router_wait_s``: how
+    long a sequence waits for a router that takes it.
+    """
+
+    def __init__(
+        self, routers: Routers, send: Callable[[str, ToRouter], bool], *, router_wait_s: float
+    ) -> None:
+        self._routers = routers
+        self._send = send
+        self._router_wait_s = router_wait_s
+        self._running: dict[str, Sequence] = {}
+        self._waiting: dict[Sequence, None] = {}  # in order of arrival
+        self.moved = 0
+        """Sequences taken over from a lost router since start."""
+
+    def __len__(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that have no router now."""
+        return len(self._waiting)
+
+    def open(self, sequence: Sequence, now: float) -> None:
+        """Run ``sequence``; its mailbox gets deltas, the last with ``finish``, or an error."""
+        sequence.wait_until = now + self._router_wait_s
+        self._place(sequence, now)
+
+    def close(self, sequences: list[Sequence]) -> None:
+        """Forget ``sequences``; those that have not finished are cancelled on their routers."""
+        cancels: dict[str, list[str]] = {}
+        for sequence in sequences:
+            self._waiting.pop(sequence, None)
+            if sequence.router:
+                cancels.setdefault(sequence.router, []).append(sequence.wire)
+                self._take_away(sequence)
+        for router, wires in cancels.items():
+            self._send(router, Cancel(requests=tuple(wires)))
+
+    def on_tokens(self, message: Tokens, now: float) -> None:
+        """Hand each delta to its sequence; deltas of unknown sequences are late and dropped."""
+        running = self._running
+        for delta in message.deltas:
+            sequence = running.get(delta.request)
+            if sequence is None:
+                continue
+            if delta.finish is not None:
+                self._take_away(sequence)
+                if delta.finish == "cancelled":
+                    # Not by us, or it would be unknown: the router gave it up.
+                    self._move(sequence, now)
+                    continue
+                if delta.finish == "error":
+                    sequence.mailbox.fail(
+                        GenerationFailed(delta.error or "The mesh could not finish this sequence.")
+                    )
+                    continue
+            sequence.prompt_seen = True
+            sequence.output.extend(delta.tokens)
+            sequence.mailbox.put(sequence.choice, delta)
+
+    def on_rejected(self, message: Rejected, now: float) -> None:
+        """Try the next router, or tell the client."""
+        sequence = self._running.get(message.request)
+        if sequence is None:
+            return
+        sequence.refused_by.add(sequence.router)
+        self._take_away(sequence)
+        if message.retry_after_s <= 0:
+            sequence.mailbox.fail(InvalidValue(message.reason))
+        elif self._routers.pick(sequence.prompt, sequence.refused_by) is not None:
+            self._place(sequence, now)
+        elif sequence.moves:
+            # Its client already reads: better a pause than a broken answer.
+            sequence.refused_by.clear()
+            self._wait(sequence, now)
+        else:
+            sequence.mailbox.fail(Overloaded(message.reason, retry_after_s=message.retry_after_s))
+
+    def on_router_lost(self, router: str, now: float) -> None:
+        """Move everything that ran on ``router``."""
+        lost = [s for s in self._running.values() if s.router == router]
+        if lost:
+            # In case it only hangs; a dead one cannot be reached anyway.
+            self._send(router, Cancel(requests=tuple(s.wire for s in lost)))
+        for sequence in lost:
+            self._take_away(sequence)
+            self._move(sequence, now)
+
+    def fail_all(self, error: ApiError) -> None:
+        """Let every open sequence's request end with ``error``."""
+        for sequence in (*self._running.values(), *self._waiting):
+            sequence.mailbox.fail(error)
+
+    def place_waiting(self, now: float) -> None:
+        """Place what waits for a router; call when one became ready, and about once a second."""
+        waiting, self._waiting = self._waiting, {}
+        for sequence in waiting:
+            self._place(sequence, now)
+
+    def _place(self, sequence: Sequence, now: float) -> None:
+        router = self._routers.pick(sequence.prompt, sequence.refused_by)
+        if router is not None:
+            sequence.wire = f"{sequence.id}.{sequence.attempts}"
+            sequence.attempts += 1
+            if self._send(router, sequence.submit(now)):
+                sequence.router = router
+                self._running[sequence.wire] = sequence
+                self._routers.taken(router, sequence.prompt)
+                return
+        self._wait(sequence, now)
+
+    def _wait(self, sequence: Sequence, now: float) -> None:
+        if now < sequence.wait_until:
+            self._waiting[sequence] = None
+            return
+        why = self._routers.why_not_ready() or "no router could take the request"
+        sequence.mailbox.fail(Unavailable(f"The mesh cannot run a token now: {why}."))
+
+    def _move(self, sequence: Sequence, now: float) -> None:
+        sequence.moves += 1
+        self.moved += 1
+        sequence.refused_by.clear()
+        sequence.wait_until = now + self._router_wait_s
+        if sequence.moves > _MAX_MOVES:
+            sequence.mailbox.fail(
+                GenerationFailed(f"The sequence lost its router {sequence.moves} times.")
+            )
+        else:
+            self._place(sequence, now)
+
+    def _take_away(self, sequence: Sequence) -> None:
+        del self._running[sequence.wire]
+        self._routers.left(sequence.router)
+        sequence.router = ""

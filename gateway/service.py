@@ -1,0 +1,207 @@
+"""The gateway process: the model's files, the mesh, and the HTTP server in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import uvicorn
+
+from gateway.admission import Admission
+from gateway.api.app import build_app
+from gateway.api.engine import Engine, ServedModel
+from gateway.api.sampling import Defaults
+from gateway.chat import find_template
+from gateway.errors import Unavailable
+from gateway.meters import Meters
+from gateway.pool import Pool
+from gateway.text import Tokenizer, TokenizerError
+from mesh.member import Member
+from mesh.messages import Hello, Load
+from mesh.rundir import planner_address
+from mesh.service import CannotServe, Context
+from mesh.settings import GatewaySettings, ModelSettings
+from mesh.supervise import Supervisor
+from moe_model.errors import CheckpointError
+from moe_model.shipped import checkpoint_dir, model_id
+from moe_model.spec import SamplingDefaults, load_spec, model_digest
+
+_BACKLOG = 1024
+_KEEP_ALIVE_S = 65
+"""Longer than the usual 60 s of load balancers, which must be the first to close."""
+_FINISH_S = 5
+"""How long running requests may go on after the signal to stop."""
+_FLUSH_S = 2
+"""How long their clients then have to read that they ended."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own: ``run_service`` has them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def served_model(settings: ModelSettings) -> tuple[ServedModel, str]:
+    """The model that ``settings`` name and its digest.
+
+    Raises ``CannotServe`` naming the file that is missing or wrong.
+    """
+    try:
+        path = checkpoint_dir(settings.path)
+        spec = load_spec(path)
+        digest = model_digest(path)
+        tokenizer = Tokenizer(path)
+        template = find_template(path, tokenizer.config)
+        name = model_id(settings.name, settings.path)
+    except (CheckpointError, TokenizerError) as error:
+        raise CannotServe(str(error)) from error
+    model = ServedModel(
+        id=name,
+        root=str(settings.path or name),
+        created=int(time.time()),
+        tokenizer=tokenizer,
+        template=template,
+        vocab_size=spec.vocab_size,
+        context=spec.max_context,
+        defaults=_defaults(spec.sampling),
+    )
+    return model, digest
+
+
+def _defaults(given: SamplingDefaults) -> Defaults:
+    neutral = Defaults()
+    greedy = given.do_sample is False and given.temperature is None
+
+    def known(value: float | None, otherwise: float) -> float:
+        return otherwise if value is None else value
+
+    return Defaults(
+        temperature=0.0 if greedy else known(given.temperature, neutral.temperature),
+        top_p=known(given.top_p, neutral.top_p),
+        top_k=max(0, given.top_k or 0),
+        min_p=known(given.min_p, neutral.min_p),
+        repetition_penalty=known(given.repetition_penalty, neutral.repetition_penalty),
+        max_tokens=given.max_new_tokens,
+    )
+
+
+def listen(settings: GatewaySettings) -> socket.socket:
+    """A bound socket for the HTTP server; raises ``CannotServe`` when the address is taken."""
+    where = f"{settings.host}:{settings.port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise CannotServe(f"cannot listen on {where}: {error.strerror or error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+async def serve(ctx: Context) -> None:
+    """Serve until ``ctx.stopping``; raises ``CannotServe``."""
+    settings = ctx.settings.gateway
+    listener = listen(settings)
+    model, digest = served_model(ctx.settings.model)
+    port = listener.getsockname()[1]
+    url = f"http://{settings.host}:{port}"
+    meters = Meters(ctx.registry)
+    admission = Admission(settings.max_queue, time.monotonic())
+
+    async with Supervisor(ctx.log) as actors:
+        pool = Pool(
+            ctx.net,
+            gateway=ctx.id,
+            incarnation=ctx.incarnation,
+            router_wait_s=settings.router_wait_s,
+            spawn=actors.task,
+            log=ctx.log,
+        )
+        engine = Engine(
+            model=model,
+            pool=pool,
+            admission=admission,
+            meters=meters,
+            spawn=actors.task,
+            max_body_bytes=settings.max_body_bytes,
+            request_timeout_s=settings.request_timeout_s,
+        )
+        _watch(meters, engine)
+        member = Member(
+            ctx.net,
+            planner_address(ctx.settings),
+            hello=lambda: Hello(
+                id=ctx.id,
+                role="gateway",
+                incarnation=ctx.incarnation,
+                pid=ctx.pid,
+                host=ctx.host,
+                model_digest=digest,
+                control=url,
+                metrics=f"{url}/metrics" if ctx.settings.metrics.enabled else "",
+            ),
+            load=lambda: Load(
+                running=len(pool.table) - pool.table.waiting,
+                waiting=pool.table.waiting,
+                resident_bytes=_resident_bytes(),
+            ),
+            on_view=pool.apply_view,
+            log=ctx.log,
+            state="ready",
+        )
+        server = _Server(
+            uvicorn.Config(
+                build_app(engine, ctx.registry, ctx.log),
+                loop="none",
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_FINISH_S + _FLUSH_S,
+            )
+        )
+        actors.start("member", member.run)
+        actors.start("pool", pool.run)
+        serving = actors.task(server.serve(sockets=[listener]), name="http")
+        ctx.log.info("gateway.listening", url=url, model=model.id)
+        ctx.ready()
+        await ctx.stopping.wait()
+        member.set_state("draining")
+        pool.stop()
+        server.should_exit = True
+        asyncio.get_running_loop().call_later(
+            _FINISH_S, pool.table.fail_all, Unavailable("The gateway is stopping.")
+        )
+        await serving
+        engine.close()
+
+
+def _watch(meters: Meters, engine: Engine) -> None:
+    table, admission = engine.pool.table, engine.admission
+    meters.watch(
+        "num_requests_running", "Sequences on a router.", lambda: len(table) - table.waiting
+    )
+    meters.watch("num_requests_waiting", "Sequences without a router.", lambda: table.waiting)
+    meters.watch("num_requests_admitted", "Sequences in flight.", lambda: admission.in_flight)
+    meters.watch("num_requests_moved", "Sequences taken from lost routers.", lambda: table.moved)
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_bytes().split()[1])
+    return pages * resource.getpagesize()

@@ -1,0 +1,379 @@
+"""Grouped SwiGLU FFN over the expert slots of one MoE layer on one rank.
+
+    y[pair] = down(silu(gate x) * up x),  x = the pair's token, weights = the pair's slot
+
+``run`` adds the weighted rows per token (one partial sum a rank), ``run_rows`` returns them apart
+(exact lanes: the router adds them in top-k order). Two layouts behind one bank: experts so small
+that calls dominate stay transposed tensors, multiplied with as few calls as possible; larger ones
+are packed (see ``ep_kernels.packed``) and run expert by expert while their rows are in cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import linear, silu
+
+from ep_kernels.packed import Kind, PackedLinear, is_dispatch_bound, pack_linear
+from ep_kernels.plane import FloatArray, IntArray
+
+_ALONE = 16
+"""Most pairs that take the path for a single token, whose scratch views are built once."""
+
+_UNGROUPED = 12
+"""Up to this many pairs of small experts, sorting costs more than the products it would merge."""
+
+_LINE_VALUES = 16
+"""fp32 values in a cache line."""
+
+_SERIAL_VALUES = 32_767
+"""An elementwise operation on fewer values than ATen's grain size is not split over threads, so
+its vector and remainder loops cover the same columns of each row."""
+
+
+@dataclass(frozen=True, slots=True)
+class SmallExpert:
+    """Transposed: ``gate_up`` ``[hidden, 2 intermediate]``, ``down`` ``[intermediate, hidden]``."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * (self.gate_up.numel() + self.down.numel())
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExpert:
+    """``gate_up`` maps hidden to 2 x intermediate (gate first), ``down`` intermediate to hidden."""
+
+    gate_up: PackedLinear
+    down: PackedLinear
+
+    @property
+    def nbytes(self) -> int:
+        return self.gate_up.nbytes + self.down.nbytes
+
+
+ExpertWeights: TypeAlias = SmallExpert | PackedExpert
+"""One expert, ready to run and immutable: built on any thread, installed on the compute thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Pairs that share a product: each group's slot and how many consecutive pairs it has, once
+    the pairs are put in ``order`` (None: as they are).
+    """
+
+    order: npt.NDArray[np.int64] | None
+    slots: list[int]
+    sizes: list[int]
+
+
+class SlotEmptyError(LookupError):
+    """A pair names a slot that holds no expert; the caller must check ``holds`` first."""
+
+    def __init__(self, slot: int) -> None:
+        super().__init__(f"expert slot {slot} holds no expert")
+        self.slot = slot
+
+
+class ExpertBank:
+    """The slots of one MoE layer on one rank.
+
+    Only the compute thread calls ``install``, ``clear``, ``run`` and ``run_rows``; ``prepare`` may
+    run on any thread, so that loading never stops the compute thread.
+
+    ``holds`` ``[num_slots]`` int32: the logical expert in each slot, or -1.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        kind: Kind = "auto",
+        exact: bool = False,
+    ) -> None:
+        if min(num_slots + 1, hidden, intermediate) < 1:
+            raise ValueError(
+                f"an expert bank needs positive sizes, got {num_slots} slots of "
+                f"hidden {hidden}, intermediate {intermediate}"
+            )
+        self.hidden = hidden
+        self.intermediate = intermediate
+        self.kind: Kind = kind
+        self.exact = exact
+        self.holds: IntArray = np.full(num_slots, -1, dtype=np.int32)
+        # Exact small experts multiply one row at a time; rows of whole cache lines are aligned
+        # alike, which such products' bits may depend on.
+        whole_lines = hidden % _LINE_VALUES == 0 and intermediate % _LINE_VALUES == 0
+        self._small = is_dispatch_bound(2 * intermediate, hidden) and (whole_lines or not exact)
+        self._experts: list[ExpertWeights | None] = [None] * num_slots
+        gate_up = torch.empty(_ALONE, 2 * intermediate)
+        act = torch.empty(_ALONE, intermediate)
+        self._gate_up_rows = list(torch.split_with_sizes(gate_up, [1] * _ALONE))
+        self._act_rows = list(torch.split_with_sizes(act, [1] * _ALONE))
+        # Per pair count: gate, up and activation of the first that many scratch rows.
+        self._scratch = [
+            (gate_up[:n, :intermediate], gate_up[:n, intermediate:], act[:n])
+            for n in range(_ALONE + 1)
+        ]
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._experts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights held."""
+        return sum(expert.nbytes for expert in self._experts if expert is not None)
+
+    def prepare(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> ExpertWeights:
+        """Convert one expert: ``gate``, ``up`` ``[intermediate, hidden]``, ``down`` ``[hidden,
+        intermediate]``. Copies; raises ``ValueError`` on a wrong shape.
+        """
+        inner, outer = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
+        for name, tensor, shape in (
+            ("gate", gate, inner),
+            ("up", up, inner),
+            ("down", down, outer),
+        ):
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        with torch.no_grad():
+            gate_up = torch.cat([gate, up]).float()  # [2 intermediate, hidden]
+            if self._small:
+                return SmallExpert(gate_up.t().contiguous(), down.float().t().contiguous())
+            return PackedExpert(
+                pack_linear(gate_up, self.kind, exact=self.exact),
+                pack_linear(down, self.kind, exact=self.exact),
+            )
+
+    def install(self, slot: int, logical_expert: int, weights: ExpertWeights) -> None:
+        """Put a prepared expert into ``slot``, replacing what it holds."""
+        if logical_expert < 0:
+            raise ValueError(f"a logical expert is counted from 0, got {logical_expert}")
+        if isinstance(weights, SmallExpert) is not self._small:
+            raise ValueError(f"{type(weights).__name__} was prepared by a bank of another layout")
+        self._experts[slot] = weights
+        self.holds[slot] = logical_expert
+
+    def load(
+        self,
+        slot: int,
+        logical_expert: int,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> None:
+        """``prepare`` and ``install`` in one call."""
+        self.install(slot, logical_expert, self.prepare(gate, up, down))
+
+    def clear(self, slot: int) -> None:
+        """Empty ``slot`` and free its weights."""
+        self.holds[slot] = -1
+        self._experts[slot] = None
+
+    def matches(self, pair_slot: IntArray, pair_expert: IntArray) -> bool:
+        """Whether every pair's slot holds the pair's logical expert. Never raises: numbers from a
+        peer may be out of range.
+        """
+        if pair_slot.size == 0:
+            return True
+        if pair_slot.min() < 0 or pair_slot.max() >= self.holds.size or pair_expert.min() < 0:
+            return False
+        return bool((self.holds[pair_slot] == pair_expert).all())
+
+    def run(
+        self,
+        x: torch.Tensor,
+        pair_token: IntArray,
+        pair_slot: IntArray,
+        pair_weight: FloatArray,
+        out: torch.Tensor,
+    ) -> None:
+        """Fill ``out`` ``[n, hidden]`` fp32 with each token's weighted sum over its pairs.
+
+        ``x`` is ``[n, hidden]`` in any float dtype; the pair arrays have equal length and lie in
+        range. A token without pairs gets zeros. Raises ``SlotEmptyError``.
+        """
+        pairs = pair_slot.size
+        if pairs == 0:
+            out.zero_()
+            return
+        if x.dtype is not torch.float32:
+            x = x.float()
+        if x.shape[0] == 1 and pairs <= _ALONE:
+            self._run_alone(x, pair_slot.tolist(), pair_weight.tolist(), out)
+            return
+        groups = self._group(pair_slot)
+        if groups.order is not None:
+            pair_token, pair_weight = pair_token[groups.order], pair_weight[groups.order]
+        token = torch.from_numpy(pair_token)
+        rows = self._grouped(x.index_select(0, token), groups, pair_weight)
+        out.zero_().index_add_(0, token, rows)
+
+    def run_rows(
+        self, x: torch.Tensor, pair_token: IntArray, pair_slot: IntArray, out: torch.Tensor
+    ) -> None:
+        """Fill ``out`` ``[pairs, hidden]`` fp32 with the unweighted row of each pair.
+
+        In an ``exact`` bank a row's bits depend on its token and expert alone.
+        """
+        if pair_slot.size == 0:
+            return
+        if x.dtype is not torch.float32:
+            x = x.float()
+        groups = self._group(pair_slot)
+        if groups.order is None:
+            token = torch.from_numpy(pair_token)
+            out.copy_(self._grouped(x.index_select(0, token), groups, None))
+        else:
+            token = torch.from_numpy(pair_token[groups.order])
+            rows = self._grouped(x.index_select(0, token), groups, None)
+            out.index_copy_(0, torch.from_numpy(groups.order), rows)
+
+    def _group(self, pair_slot: IntArray) -> _Groups:
+        if self._small and (self.exact or pair_slot.size <= _UNGROUPED):
+            return _Groups(None, pair_slot.tolist(), [1] * pair_slot.size)
+        order = np.argsort(pair_slot, kind="stable")
+        slots = pair_slot[order]
+        begins = np.flatnonzero(slots[1:] != slots[:-1]) + 1
+        edges = [0, *begins.tolist(), slots.size]
+        sizes = [end - begin for begin, end in pairwise(edges)]
+        return _Groups(order, slots[edges[:-1]].tolist(), sizes)
+
+    def _small_expert(self, slot: int) -> SmallExpert:
+        expert = self._experts[slot]
+        if expert is None:
+            raise SlotEmptyError(slot)
+        assert isinstance(expert, SmallExpert)  # install() let nothing else in
+        return expert
+
+    def _packed_expert(self, slot: int) -> PackedExpert:
+        expert = self._experts[slot]
+        if expert is None:
+            raise SlotEmptyError(slot)
+        assert isinstance(expert, PackedExpert)
+        return expert
+
+    def _run_alone(
+        self, x: torch.Tensor, slots: list[int], weights: list[float], out: torch.Tensor
+    ) -> None:
+        """All pairs belong to the only token: nothing to sort or gather."""
+        if self._small:
+            self._run_alone_small(x, slots, weights, out)
+            return
+        out.zero_()
+        for slot, weight in zip(slots, weights, strict=True):
+            expert = self._packed_expert(slot)
+            out.add_(expert.down(self._activate(expert.gate_up(x))), alpha=weight)
+
+    def _run_alone_small(
+        self, x: torch.Tensor, slots: list[int], weights: list[float], out: torch.Tensor
+    ) -> None:
+        experts = [self._small_expert(slot) for slot in slots]
+        gate, up, act = self._scratch[len(experts)]
+        for expert, row in zip(experts, self._gate_up_rows, strict=False):
+            torch.mm(x, expert.gate_up, out=row)
+        torch.mul(silu(gate), up, out=act)
+        beta = 0  # the first product overwrites, the others add: the sum costs no call of its own
+        for expert, row, weight in zip(experts, self._act_rows, weights, strict=False):
+            out.addmm_(row, expert.down, beta=beta, alpha=weight)
+            beta = 1
+
+    def _grouped(
+        self, rows: torch.Tensor, groups: _Groups, weight: FloatArray | None
+    ) -> torch.Tensor:
+        """``rows`` ``[pairs, hidden]`` in group order -> ``[pairs, hidden]``, scaled by weight."""
+        if self._small:
+            return self._grouped_small(rows, groups, weight)
+        done = [
+            expert.down(self._activate(expert.gate_up(group)))
+            for expert, group in zip(
+                map(self._packed_expert, groups.slots),
+                torch.split_with_sizes(rows, groups.sizes),
+                strict=True,
+            )
+        ]
+        out = torch.cat(done)
+        return out if weight is None else out.mul_(torch.from_numpy(weight).unsqueeze(1))
+
+    def _grouped_small(
+        self, rows: torch.Tensor, groups: _Groups, weight: FloatArray | None
+    ) -> torch.Tensor:
+        sizes = groups.sizes
+        experts = [self._small_expert(slot) for slot in groups.slots]
+        gate_up = rows.new_empty(rows.shape[0], 2 * self.intermediate)
+        for expert, group, into in zip(
+            experts,
+            torch.split_with_sizes(rows, sizes),
+            torch.split_with_sizes(gate_up, sizes),
+            strict=True,
+        ):
+            torch.mm(group, expert.gate_up, out=into)
+        act = self._activate(gate_up)  # [pairs, intermediate]
+        if weight is not None:
+            act.mul_(torch.from_numpy(weight).unsqueeze(1))
+        # The gathered inputs have been read: their memory takes the results.
+        for expert, group, into in zip(
+            experts,
+            torch.split_with_sizes(act, sizes),
+            torch.split_with_sizes(rows, sizes),
+            strict=True,
+        ):
+            torch.mm(group, expert.down, out=into)
+        return rows
+
+    def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up``: ``[rows, 2 intermediate] -> [rows, intermediate]``.
+
+        Exact banks need silu's vector loop to treat a column alike in every row. It does so when
+        the rows are not contiguous (as halves of ``gate_up``) and the call stays on one thread.
+        """
+        inter = self.intermediate
+        if not self.exact:
+            return silu(gate_up[:, :inter]).mul_(gate_up[:, inter:])
+        step = max(1, _SERIAL_VALUES // inter)
+        out = gate_up.new_empty(gate_up.shape[0], inter)
+        for begin in range(0, gate_up.shape[0], step):
+            block = gate_up[begin : begin + step]
+            torch.mul(silu(block[:, :inter]), block[:, inter:], out=out[begin : begin + step])
+        return out
+
+
+def reference_rows(
+    x: torch.Tensor,
+    pair_token: IntArray,
+    experts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    pair_slot: IntArray,
+) -> torch.Tensor:
+    """Plain torch: the unweighted row of each pair, ``experts[slot] = (gate, up, down)``."""
+    rows = []
+    for token, slot in zip(pair_token.tolist(), pair_slot.tolist(), strict=True):
+        gate, up, down = experts[slot]
+        row = x[token].float()
+        rows.append(linear(silu(linear(row, gate.float())) * linear(row, up.float()), down.float()))
+    return torch.stack(rows) if rows else x.new_empty(0, x.shape[1], dtype=torch.float32)
+
+
+def reference_sum(
+    x: torch.Tensor,
+    pair_token: IntArray,
+    experts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    pair_slot: IntArray,
+    pair_weight: FloatArray,
+) -> torch.Tensor:
+    """Plain torch: the weighted sum of each token, ``[n, hidden]`` fp32."""
+    out = torch.zeros(x.shape[0], x.shape[1])
+    rows = reference_rows(x, pair_token, experts, pair_slot)
+    for row, token, weight in zip(rows, pair_token.tolist(), pair_weight.tolist(), strict=True):
+        out[token] += weight * row
+    return out

@@ -1,0 +1,227 @@
+"""Weight matrices packed for a CPU's fastest linear kernel.
+
+Three storages, one call. Reading weights bounds decoding, so fp16 storage (fp32 arithmetic) halves
+its time; a matrix that fits a core's cache is bound by the call itself and stays a plain tensor.
+
+``exact`` storages give rows that do not depend on how many other rows share the call. Whether a
+kernel keeps that promise for a shape is probed when the first matrix of that shape is packed; a
+kernel that fails is replaced by one that works row by row.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch.nn.functional import linear
+
+Kind = Literal["auto", "fp32", "fp16"]
+StoredKind = Literal["fp32", "fp16"]
+
+DISPATCH_BOUND_BYTES = 256 * 1024
+"""Below this fp32 size calling a packed kernel costs more than it saves."""
+
+_LOSSLESS = 2.0**-18
+"""Largest rounding error, relative to the largest weight, that counts as lossless: bf16 values
+below fp16's normal range lose a few bits (about 3e-8 absolute), true fp32 weights 2.4e-4."""
+
+_PROBE_BATCHES = (2, 5, 16, 33, 64, 128)
+_PROBE_VALUES = 1 << 24
+"""A larger matrix (a vocabulary's) is probed on its first rows: 64 MiB."""
+
+
+class PackedLinear(ABC):
+    """A linear map without bias: ``x [..., in] fp32 -> [..., out] fp32``. Immutable, thread-safe.
+
+    ``kind`` says how the weights are stored, ``nbytes`` how much memory they take, and
+    ``batch_independent`` whether a row's bits may not depend on the other rows.
+    """
+
+    __slots__ = ("batch_independent", "in_features", "nbytes", "out_features")
+
+    kind: StoredKind = "fp32"
+
+    def __init__(self, out_features: int, in_features: int, *, batch_independent: bool) -> None:
+        self.out_features = out_features
+        self.in_features = in_features
+        self.nbytes = out_features * in_features * (2 if self.kind == "fp16" else 4)
+        self.batch_independent = batch_independent
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.out_features}x{self.in_features}, {self.kind})"
+
+
+class _Plain(PackedLinear):
+    """A tensor as it is: the least overhead per call."""
+
+    __slots__ = ("_weight",)
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(weight.shape[0], weight.shape[1], batch_independent=False)
+        self._weight = weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self._weight)
+
+
+class _RowByRow(PackedLinear):
+    """One matrix-vector product a row: slow, and exact on every platform."""
+
+    __slots__ = ("_weight",)
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(weight.shape[0], weight.shape[1], batch_independent=True)
+        self._weight = weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features)
+        out = rows.new_empty(rows.shape[0], self.out_features)
+        for i in range(rows.shape[0]):
+            torch.mv(self._weight, rows[i], out=out[i])
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+class _OneDnn(PackedLinear):
+    """fp32 in oneDNN's blocked layout."""
+
+    __slots__ = ("_apply", "_packed")
+
+    def __init__(self, weight: torch.Tensor, *, batch_independent: bool) -> None:
+        super().__init__(weight.shape[0], weight.shape[1], batch_independent=batch_independent)
+        ops: Any = torch.ops.mkldnn
+        self._packed = ops._reorder_linear_weight(weight)  # noqa: SLF001 - torch has no public name
+        self._apply = ops._linear_pointwise.default  # noqa: SLF001
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self._apply(x, self._packed, None, "none", [], "")
+        return y
+
+
+class _Fp16(PackedLinear):
+    """fp16 in fbgemm's blocked layout, multiplied in fp32. Weights must lie in fp16's range."""
+
+    __slots__ = ("_apply", "_packed")
+
+    kind = "fp16"
+
+    def __init__(self, weight: torch.Tensor, *, batch_independent: bool) -> None:
+        super().__init__(weight.shape[0], weight.shape[1], batch_independent=batch_independent)
+        ops: Any = torch.ops.quantized
+        self._packed = ops.linear_prepack_fp16(weight, None)
+        self._apply = ops.linear_dynamic_fp16.default
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self._apply(x, self._packed)
+        return y
+
+
+def pack_linear(weight: torch.Tensor, kind: Kind = "auto", *, exact: bool = False) -> PackedLinear:
+    """Pack ``weight`` ``[out, in]`` (any float dtype; copied, never kept as a view).
+
+    ``fp32`` keeps every bit. ``fp16`` rounds, and falls back to fp32 where a value is out of
+    fp16's range or the kernel is missing. ``auto`` takes fp16 only where that loses nothing and
+    the matrix is large enough to gain; under ``exact`` it takes fp32. ``exact`` makes each row
+    independent of the batch.
+
+    Raises ``ValueError`` for anything but a two-dimensional weight on the CPU.
+    """
+    if weight.dim() != 2:
+        raise ValueError(f"a linear weight has shape [out, in], got {list(weight.shape)}")
+    if weight.device.type != "cpu":
+        raise ValueError(f"packed linears run on the CPU, the weight is on {weight.device}")
+    with torch.no_grad():
+        # A fresh tensor: a view would keep a memory-mapped checkpoint shard alive.
+        dense = torch.empty(weight.shape, dtype=torch.float32).copy_(weight)
+        if exact:
+            return _pack_exact(dense, kind)
+        if is_dispatch_bound(dense.shape[0], dense.shape[1]):
+            return _Plain(dense)
+        if _wants_fp16(dense, kind) and has_fp16_kernel():
+            return _Fp16(dense, batch_independent=False)
+        if has_onednn_kernel():
+            return _OneDnn(dense, batch_independent=False)
+        return _Plain(dense)
+
+
+def is_dispatch_bound(out_features: int, in_features: int) -> bool:
+    """Whether a matrix is so small that the call, not the weights, costs the time."""
+    return out_features * in_features * 4 < DISPATCH_BOUND_BYTES
+
+
+def is_lossless_fp16(weight: torch.Tensor) -> bool:
+    """Whether fp16 holds ``weight`` to within 2^-18 of its largest value."""
+    if weight.numel() == 0:
+        return True
+    rounded = weight.to(torch.float16).to(torch.float32)
+    largest = weight.abs().max().item()
+    # An overflow rounds to infinity; the comparison is false for it and for NaN.
+    return (weight - rounded).abs().max().item() <= _LOSSLESS * largest
+
+
+@lru_cache(maxsize=1)
+def has_fp16_kernel() -> bool:
+    """Whether fbgemm's fp16 linear exists here and multiplies correctly."""
+    try:
+        weight = torch.linspace(-1, 1, 37 * 19).view(37, 19)
+        x = torch.linspace(-1, 1, 5 * 19).view(5, 19)
+        got = _Fp16(weight, batch_independent=False)(x)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+    return torch.allclose(got, linear(x, weight.half().float()), atol=1e-4)
+
+
+@lru_cache(maxsize=1)
+def has_onednn_kernel() -> bool:
+    """Whether oneDNN's packed linear exists here and multiplies correctly."""
+    try:
+        weight = torch.linspace(-1, 1, 37 * 19).view(37, 19)
+        x = torch.linspace(-1, 1, 5 * 19).view(5, 19)
+        got = _OneDnn(weight, batch_independent=False)(x)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+    return torch.allclose(got, linear(x, weight), atol=1e-4)
+
+
+def _wants_fp16(dense: torch.Tensor, kind: Kind) -> bool:
+    if kind == "fp16":
+        return _fits_fp16(dense)
+    return kind == "auto" and is_lossless_fp16(dense)
+
+
+def _fits_fp16(dense: torch.Tensor) -> bool:
+    return dense.numel() == 0 or dense.abs().max().item() <= torch.finfo(torch.float16).max
+
+
+def _pack_exact(dense: torch.Tensor, kind: Kind) -> PackedLinear:
+    out_features, in_features = dense.shape
+    threads = torch.get_num_threads()
+    if kind == "fp16" and _fits_fp16(dense) and has_fp16_kernel():
+        if _rows_are_independent("fp16", out_features, in_features, threads):
+            return _Fp16(dense, batch_independent=True)
+        return _RowByRow(dense.half().float())
+    if has_onednn_kernel() and _rows_are_independent("fp32", out_features, in_features, threads):
+        return _OneDnn(dense, batch_independent=True)
+    return _RowByRow(dense)
+
+
+@lru_cache(maxsize=4096)
+def _rows_are_independent(
+    kind: StoredKind, out_features: int, in_features: int, threads: int
+) -> bool:
+    """Compare rows computed together with the same rows computed alone, bit by bit.
+
+    ``threads`` belongs to the key because kernels split their sums by thread.
+    """
+    del threads
+    generator = torch.Generator().manual_seed(0)
+    probed = min(out_features, max(1, _PROBE_VALUES // max(1, in_features)))
+    weight = torch.randn(probed, in_features, generator=generator)
+    packed = (_Fp16 if kind == "fp16" else _OneDnn)(weight, batch_independent=False)
+    x = torch.randn(_PROBE_BATCHES[-1], in_features, generator=generator)
+    alone = torch.cat([packed(x[i : i + 1]) for i in range(x.shape[0])])
+    return all(torch.equal(packed(x[:rows]), alone[:rows]) for rows in _PROBE_BATCHES)

@@ -1,0 +1,183 @@
+"""The data plane's Protocols: many-to-many, point to point, one lane per router-expert pair.
+
+A lane is a ring of message slots that both ends can reach. A router writes a *part* (the tokens
+of one micro-batch that go to one expert rank, each token once, with its pairs) into a free ring
+slot; the expert worker answers into the reply area of the same slot. Back ends implement
+``RouterPlane`` and ``ExpertPlane``; nothing else knows how bytes travel.
+
+Terms: a *pair* is one (token, expert) assignment. ``pair_token`` indexes the part's own rows.
+Every pair names the local slot and the logical expert; the expert worker checks both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+
+class PlaneError(Exception):
+    """The plane cannot do what was asked; the message names the lane and the numbers."""
+
+
+class LaneLost(PlaneError):
+    """The peer of a lane is gone. The caller still holds its inputs and sends them elsewhere."""
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(f"lane to {peer} is lost: {reason}")
+        self.peer = peer
+        self.reason = reason
+
+
+class LaneRefused(PlaneError):
+    """The peer exists and refuses the lane; trying again helps only once the cause is gone."""
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(f"{peer} refused the lane: {reason}")
+        self.peer = peer
+        self.reason = reason
+
+
+class AnswerStatus(IntEnum):
+    OK = 1
+    STALE = 2
+    """At least one pair named a slot that does not hold its logical expert; no row is valid."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneShape:
+    """Size of a lane; both ends must agree on it.
+
+    ``capacity_tokens`` rows of ``hidden`` values a message, at most ``top_k`` pairs a token,
+    ``ring_slots`` messages in flight. ``exact`` lanes carry one fp32 row per pair back instead of
+    one partial sum per token. ``wire`` is the dtype of activations on the way out.
+    """
+
+    hidden: int
+    top_k: int
+    capacity_tokens: int
+    ring_slots: int
+    exact: bool = False
+    wire: torch.dtype = torch.float32
+
+    @property
+    def capacity_pairs(self) -> int:
+        return self.capacity_tokens * self.top_k
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one message carries to one expert rank.
+
+    ``x`` is ``[batch tokens, hidden]`` fp32; ``rows`` ``[n]`` picks the tokens to send (copied
+    straight into the lane). The four pair arrays have equal length; ``pair_token`` counts within
+    ``rows``. ``pair_weight`` is the gate's weight (applied by the expert worker unless exact).
+    """
+
+    step: int
+    layer: int
+    epoch: int
+    x: torch.Tensor
+    rows: torch.Tensor
+    pair_token: IntArray
+    pair_slot: IntArray
+    pair_expert: IntArray
+    pair_weight: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A completed part. ``out`` is a view into the lane, valid until ``RouterPlane.release``:
+    ``[n tokens, hidden]`` partial sums, or ``[pairs, hidden]`` unweighted rows when exact."""
+
+    peer: str
+    ticket: int
+    status: AnswerStatus
+    out: torch.Tensor
+    compute_ns: int
+
+
+class RouterPlane(Protocol):
+    """A router's end of all its lanes. One thread calls everything but ``wake`` (any thread)."""
+
+    def connect(self, peer: str, address: str, incarnation: int, timeout_s: float) -> None:
+        """Open a lane; raises ``PlaneError`` on refusal or time-out. Replaces a lost one."""
+
+    def disconnect(self, peer: str) -> None: ...
+
+    def peers(self) -> dict[str, int]:
+        """Peers with a live lane -> their incarnation."""
+
+    def try_send(self, peer: str, part: Part) -> int | None:
+        """Write and signal; returns a ticket, or None while the ring is full.
+
+        Raises ``LaneLost``, or ``PlaneError`` when the part is larger than the lane's capacity
+        (the caller splits it)."""
+
+    def poll(self) -> list[Answer]:
+        """Answers that have arrived, each once. Never blocks."""
+
+    def release(self, answer: Answer) -> None:
+        """Free the ring slot of an answer; ``answer.out`` may not be touched afterwards."""
+
+    def lost(self) -> list[LaneLost]:
+        """Lanes that died since the last call; their tickets will never be answered."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until an answer, a lost lane, ``wake()`` or the time-out. May wake spuriously."""
+
+    def wake(self) -> None: ...
+
+    def in_flight(self) -> int:
+        """Ring slots in use over all lanes."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A part as the expert worker sees it: views into the lane, valid until answered.
+
+    ``x`` ``[n, hidden]`` in the wire dtype; pair arrays ``[pairs]``; ``out`` is where the answer
+    belongs: ``[n, hidden]`` or, on an exact lane, ``[pairs, hidden]``, fp32, uninitialised.
+    """
+
+    lane: int
+    ring_slot: int
+    sequence: int
+    peer: str
+    exact: bool
+    step: int
+    layer: int
+    epoch: int
+    x: torch.Tensor
+    pair_token: IntArray
+    pair_slot: IntArray
+    pair_expert: IntArray
+    pair_weight: FloatArray
+    out: torch.Tensor
+
+
+class ExpertPlane(Protocol):
+    """An expert worker's end of all its lanes. One thread calls everything but ``wake``."""
+
+    def poll(self) -> list[Arrival]:
+        """Parts that have arrived since the last call, each once, oldest first. Never blocks."""
+
+    def answer(self, arrival: Arrival, status: AnswerStatus, compute_ns: int) -> None:
+        """Publish ``arrival.out`` and signal the router. A dead router is ignored."""
+
+    def wait(self, timeout_s: float) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def peers(self) -> list[str]: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,198 @@
+"""The doorbell: one futex word a process, rung by all its peers.
+
+The owner notes the word, looks for work, and sleeps only while the word is still the same. A peer
+publishes its work, changes the word to a value that no other peer writes, and wakes the owner. So
+no wake-up is lost, though the peers use no atomic operation: if two write at once, either value
+differs from the one noted before.
+
+Spinning before the sleep saves a system call and a context switch where a core is idle, and takes
+the core from the very peer it waits for where none is. So it is short, stops for a while when it
+does not pay or the scheduler interrupts it, and is off on a single core.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+import platform
+import resource
+import time
+from typing import Any, Final
+
+from ep_kernels.plane import PlaneError
+from ep_kernels.shm import memory
+
+BELL_BYTES: Final = 4096
+MAX_SENDERS: Final = 1 << 12
+
+_COUNTER_BITS: Final = 20
+_COUNTER_MASK: Final = (1 << _COUNTER_BITS) - 1
+_OWNER: Final = 0
+"""Sender index of the owner's own threads; peers count from 1."""
+
+_FUTEX_NUMBERS: Final = {
+    "x86_64": 202,
+    "aarch64": 98,
+    "riscv64": 98,
+    "ppc64le": 221,
+    "s390x": 238,
+}
+_FUTEX_WAIT: Final = 0
+_FUTEX_WAKE: Final = 1
+_EVERY_WAITER: Final = 2**31 - 1
+
+_TOTAL_STORE_ORDER: Final = platform.machine() in ("x86_64", "AMD64")
+_LONGEST_SLEEP_S: Final = 3600.0
+
+SPIN_NS: Final = 30_000
+_LONGEST_REST: Final = 256
+"""Waits without a spin after spins that did not pay (doubling up to this)."""
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+def _futex_call(library: Any) -> Any:
+    call = library.syscall
+    call.restype = ctypes.c_long
+    call.argtypes = [
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint32,
+        ctypes.c_void_p,
+    ]
+    return call
+
+
+# Waking returns at once, so it keeps the GIL; sleeping gives it up.
+_wake_call = _futex_call(ctypes.PyDLL(None, use_errno=True))
+_wait_call = _futex_call(ctypes.CDLL(None, use_errno=True))
+
+
+def _futex_number() -> int:
+    try:
+        return _FUTEX_NUMBERS[platform.machine()]
+    except KeyError:
+        raise PlaneError(
+            f"the shm plane does not know the futex system call of {platform.machine()}, only of "
+            f"{', '.join(sorted(_FUTEX_NUMBERS))}"
+        ) from None
+
+
+class Fence:
+    """Orders the memory accesses before a call against those after it, as other cores see them.
+
+    x86 keeps stores in order and loads in order by itself. Elsewhere a FUTEX_WAKE on a word that
+    nobody waits for serves: the kernel issues a full barrier before it looks for waiters.
+    """
+
+    def __init__(self) -> None:
+        self._number = _futex_number()
+        self._word = ctypes.c_uint32(0)
+        self._address = ctypes.addressof(self._word)
+
+    def __call__(self) -> None:
+        _wake_call(self._number, self._address, _FUTEX_WAKE, 0, None)
+
+
+def make_fence() -> Fence | None:
+    """The fence this machine needs between payload and flag; None where stores stay in order."""
+    return None if _TOTAL_STORE_ORDER else Fence()
+
+
+class _Word:
+    """A mapped doorbell word."""
+
+    def __init__(self, fd: int) -> None:
+        mapping = memory.attach(fd, BELL_BYTES)
+        self._number = _futex_number()
+        self._cell = ctypes.c_uint32.from_buffer(mapping)  # keeps the mapping alive
+        self._address = ctypes.addressof(self._cell)
+        self._values = memoryview(mapping)[:4].cast("I")
+
+    def _write(self, value: int) -> None:
+        self._values[0] = value
+        _wake_call(self._number, self._address, _FUTEX_WAKE, _EVERY_WAITER, None)
+
+
+class Bell(_Word):
+    """A peer's doorbell. Takes over ``fd``; ``sender`` is this process's index with that peer."""
+
+    def __init__(self, fd: int, sender: int) -> None:
+        if not 0 < sender < MAX_SENDERS:
+            os.close(fd)
+            raise PlaneError(f"sender index {sender} is not in 1..{MAX_SENDERS - 1}")
+        super().__init__(fd)
+        self._base = sender << _COUNTER_BITS
+        self._counter = itertools.count(1)
+
+    def ring(self) -> None:
+        """Tell the peer that something was published. Never blocks, whatever the peer does."""
+        self._write(self._base | (next(self._counter) & _COUNTER_MASK))
+
+
+class Doorbell(_Word):
+    """The doorbell of this process; ``fd`` goes to every peer, ``close_fd`` ends that."""
+
+    def __init__(self, name: str, *, spin_ns: int = SPIN_NS) -> None:
+        self.fd = memory.create(name, BELL_BYTES)
+        super().__init__(os.dup(self.fd))
+        self._counter = itertools.count(1)
+        self._spin_ns = spin_ns if (os.cpu_count() or 1) > 1 else 0
+        self._rest = 0
+        self._next_rest = 1
+        self._timeout = _Timespec()
+        self._timeout_address = ctypes.addressof(self._timeout)
+
+    def value(self) -> int:
+        return self._values[0]
+
+    def ring(self) -> None:
+        """Wake the owner's waiting thread from another one."""
+        self._write(_OWNER | (next(self._counter) & _COUNTER_MASK))
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        """Return once the word differs from ``seen``, after ``timeout_s``, or on a signal."""
+        if self._values[0] != seen or timeout_s <= 0:
+            return
+        if self._spin_ns and self._spin(seen, timeout_s):
+            return
+        timeout_s = min(timeout_s, _LONGEST_SLEEP_S)
+        whole = int(timeout_s)
+        self._timeout.tv_sec = whole
+        self._timeout.tv_nsec = int((timeout_s - whole) * 1e9)
+        if _wait_call(self._number, self._address, _FUTEX_WAIT, seen, self._timeout_address) != 0:
+            code = ctypes.get_errno()
+            if code not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
+                raise PlaneError(f"cannot wait on the doorbell: {os.strerror(code)}")
+
+    def close_fd(self) -> None:
+        """Stop handing the doorbell out; peers that have it may still ring."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _spin(self, seen: int, timeout_s: float) -> bool:
+        if self._rest > 0:
+            self._rest -= 1
+            return False
+        values, now = self._values, time.perf_counter_ns
+        preempted = resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+        deadline = now() + min(self._spin_ns, int(timeout_s * 1e9))
+        while values[0] == seen:
+            if now() >= deadline:
+                self._back_off()
+                return False
+        if resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw != preempted:
+            self._back_off()
+        else:
+            self._next_rest = 1
+        return True
+
+    def _back_off(self) -> None:
+        self._rest = self._next_rest
+        self._next_rest = min(2 * self._next_rest, _LONGEST_REST)

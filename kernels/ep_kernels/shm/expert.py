@@ -1,0 +1,386 @@
+"""``ShmExpertPlane``: an expert worker's end of its lanes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import socket
+import stat
+import threading
+import time
+from pathlib import Path
+
+from ep_kernels.plane import AnswerStatus, Arrival, PlaneError
+from ep_kernels.shm import handshake, memory
+from ep_kernels.shm.doorbell import MAX_SENDERS, SPIN_NS, Bell, Doorbell, make_fence
+from ep_kernels.shm.handshake import Offer, Reply
+from ep_kernels.shm.lane import CorruptLaneError, LaneMemory, Request, check_request
+from ep_kernels.shm.layout import LaneLayout, lay_out
+from ep_kernels.shm.watcher import Watcher, is_closed
+
+_log = logging.getLogger(__name__)
+
+_MAX_SILENT = 16
+"""Connections that have not made an offer yet; a further one evicts the oldest."""
+
+_ACCEPT_PAUSE_S = 0.1
+
+_MAX_FENCED = 1024
+"""Routers whose highest incarnation is remembered."""
+
+
+class _Lane:
+    __slots__ = ("bell", "connection", "id", "memory", "offer", "pending", "seen", "sender")
+
+    def __init__(
+        self,
+        lane_id: int,
+        offer: Offer,
+        connection: socket.socket,
+        sender: int,
+        lane_memory: LaneMemory,
+        bell: Bell,
+    ) -> None:
+        self.id = lane_id
+        self.offer = offer
+        self.connection = connection
+        self.sender = sender
+        self.memory = lane_memory
+        self.bell = bell
+        self.seen = [0] * offer.ring_slots
+        """Newest request flag read from each ring slot."""
+        self.pending: dict[int, Arrival] = {}
+        """Arrivals not answered yet, by ring slot."""
+
+
+class ShmExpertPlane:
+    """``ExpertPlane`` over shared memory; listens at the Unix socket ``path`` (mode 0600).
+
+    One thread calls ``poll``, ``answer`` and ``wait``; ``wake`` and ``peers`` may be called on
+    any thread. ``wait`` returns at once when anything happened since the last ``poll`` began.
+    Lanes open and close on the plane's own thread.
+
+    A router is refused, with the reason, when it means another expert worker, incarnation, model
+    (``digest``) or ``hidden`` size, when it is an older incarnation than one seen before, or when
+    ``max_lanes`` are open. ``corrupt_lanes`` counts lanes dropped because the peer wrote nonsense.
+
+    Raises ``PlaneError`` when it cannot listen at ``path``.
+    """
+
+    def __init__(
+        self,
+        expert_id: str,
+        incarnation: int,
+        path: str,
+        hidden: int,
+        digest: str,
+        max_lanes: int = 64,
+        *,
+        spin_ns: int = SPIN_NS,
+    ) -> None:
+        if not 0 < max_lanes < MAX_SENDERS:
+            raise PlaneError(f"max_lanes is 1 to {MAX_SENDERS - 1}, not {max_lanes}")
+        self._id = expert_id
+        self._incarnation = incarnation
+        self._hidden = hidden
+        self._digest = digest
+        self._max_lanes = max_lanes
+        self._path = path
+        self._listener = _listen(path)
+        self._inode = Path(path).stat().st_ino
+        self._fence = make_fence()
+        self._doorbell = Doorbell("moemesh-expert-bell", spin_ns=spin_ns)
+        self._seen = self._doorbell.value()
+        self._woken = False
+        self._lock = threading.Lock()  # guards changes of the lane table
+        self._lanes: dict[int, _Lane] = {}  # replaced, never changed: readers take no lock
+        self._lane_ids = itertools.count(1)
+        self._silent: dict[socket.socket, None] = {}
+        self._newest_incarnation: dict[str, int] = {}
+        self._closed = False
+        self.corrupt_lanes = 0
+        self._watcher = Watcher(f"lanes-{expert_id}")
+        self._watcher.watch(self._listener, self._accept)
+
+    # -------------------------------------------------------------- messages
+
+    def poll(self) -> list[Arrival]:
+        self._seen = self._doorbell.value()
+        arrived: list[tuple[int, Arrival]] = []
+        for lane in self._lanes.values():
+            flags = lane.memory.request_flags.tolist()
+            if flags != lane.seen:
+                self._read(lane, flags, arrived)
+        if len(arrived) > 1:
+            arrived.sort(key=_sent_ns)
+        return [arrival for _, arrival in arrived]
+
+    def answer(self, arrival: Arrival, status: AnswerStatus, compute_ns: int) -> None:
+        lane = self._lanes.get(arrival.lane)
+        if lane is None:
+            return  # the router is gone and has given this part up
+        if lane.pending.pop(arrival.ring_slot, None) is not arrival:
+            raise PlaneError(f"message {arrival.sequence} of {arrival.peer} was answered already")
+        slot = lane.memory.slots[arrival.ring_slot]
+        slot.write_answer(arrival.sequence, status, compute_ns, arrival.out.shape[0])
+        if self._fence is not None:
+            self._fence()
+        lane.memory.answer_flags[arrival.ring_slot] = arrival.sequence
+        if self._fence is not None:
+            self._fence()
+        lane.bell.ring()
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until a part arrives, a lane is lost, ``wake()`` or the time-out. May wake
+        spuriously.
+        """
+        if not self._woken:
+            self._doorbell.wait(self._seen, timeout_s)
+        self._woken = False
+
+    def wake(self) -> None:
+        self._woken = True
+        self._doorbell.ring()
+
+    def peers(self) -> list[str]:
+        return [lane.offer.router for lane in self._lanes.values()]
+
+    def close(self) -> None:
+        """Close all lanes, stop listening and remove the socket. Arrivals stay readable."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._watcher.close()
+        for lane in self._lanes.values():
+            self._remove(lane)
+        for connection in [self._listener, *self._silent]:
+            connection.close()
+        self._doorbell.close_fd()
+        with contextlib.suppress(FileNotFoundError):
+            # Another worker may have taken the path over since.
+            if Path(self._path).stat().st_ino == self._inode:
+                Path(self._path).unlink()
+
+    def _read(self, lane: _Lane, flags: list[int], arrived: list[tuple[int, Arrival]]) -> None:
+        if self._fence is not None:
+            self._fence()
+        layout = lane.memory.layout
+        for index, flag in enumerate(flags):
+            if flag == lane.seen[index]:
+                continue
+            slot = lane.memory.slots[index]
+            request = slot.read_request()
+            try:
+                if index in lane.pending:
+                    raise CorruptLaneError(f"ring slot {index} was written before it was answered")
+                check_request(request, flag, layout, slot)
+            except CorruptLaneError as error:
+                self.corrupt_lanes += 1
+                self._drop(lane, str(error))
+                return
+            lane.seen[index] = flag
+            arrival = _arrival(lane, index, request)
+            lane.pending[index] = arrival
+            arrived.append((request.sent_ns, arrival))
+
+    # -------------------------------------------------------------- lanes come and go
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            _log.warning("lane.accept_failed: %s", error)
+            # Out of file descriptors, say: the peer waits in the backlog, and nobody spins.
+            time.sleep(_ACCEPT_PAUSE_S)
+            return
+        connection.setblocking(False)
+        if len(self._silent) >= _MAX_SILENT:
+            self._hang_up(next(iter(self._silent)))
+        self._silent[connection] = None
+        self._watcher.watch(connection, lambda: self._greet(connection))
+
+    def _hang_up(self, connection: socket.socket) -> None:
+        self._silent.pop(connection, None)
+        self._watcher.forget(connection)
+        connection.close()
+
+    def _greet(self, connection: socket.socket) -> None:
+        """Read the offer of a new connection; open the lane or say why not."""
+        try:
+            offer, fds = handshake.receive(connection, Offer, 2)
+        except BlockingIOError:
+            return
+        except (EOFError, OSError):
+            self._hang_up(connection)
+            return
+        except PlaneError as error:
+            self._refuse(connection, "unknown", str(error))
+            return
+        try:
+            lane = self._open(connection, offer, fds)
+        except PlaneError as error:
+            self._refuse(connection, offer.router, str(error))
+            return
+        del self._silent[connection]
+        self._watcher.watch(connection, lambda: self._check(lane))
+        # First the table, then the reply: the router may send as soon as it reads that.
+        self._add(lane)
+        try:
+            handshake.send(connection, Reply(sender=lane.sender), [self._doorbell.fd])
+        except OSError as error:
+            self._drop(lane, f"the router did not take the reply: {error}")
+            return
+        _log.info("lane.opened router=%s incarnation=%d", offer.router, offer.router_incarnation)
+
+    def _refuse(self, connection: socket.socket, router: str, reason: str) -> None:
+        _log.warning("lane.refused router=%s: %s", router, reason)
+        with contextlib.suppress(OSError):
+            handshake.send(connection, Reply(sender=0, refusal=reason), [])
+        self._hang_up(connection)
+
+    def _open(self, connection: socket.socket, offer: Offer, fds: list[int]) -> _Lane:
+        """Check the offer and map its memory; takes over ``fds``. Raises ``PlaneError``."""
+        lane_fd, bell_fd = fds
+        try:
+            layout = self._examine(offer)
+            sender = self._free_sender(offer)
+        except PlaneError:
+            os.close(lane_fd)
+            os.close(bell_fd)
+            raise
+        try:
+            mapping = memory.attach(lane_fd, layout.total_bytes)
+        except (PlaneError, OSError) as error:
+            os.close(bell_fd)
+            raise PlaneError(f"the lane's memory: {error}") from error
+        bell = Bell(bell_fd, offer.sender)
+        lane_memory = LaneMemory(mapping, layout)
+        return _Lane(next(self._lane_ids), offer, connection, sender, lane_memory, bell)
+
+    def _examine(self, offer: Offer) -> LaneLayout:
+        if offer.expert != self._id:
+            raise PlaneError(f"this is expert worker {self._id}, not {offer.expert}")
+        if offer.expert_incarnation != self._incarnation:
+            raise PlaneError(
+                f"this is incarnation {self._incarnation} of {self._id}, "
+                f"not {offer.expert_incarnation}"
+            )
+        if offer.digest != self._digest:
+            raise PlaneError(
+                f"{self._id} serves model {self._digest}, router {offer.router} {offer.digest}"
+            )
+        if offer.hidden != self._hidden:
+            raise PlaneError(
+                f"{self._id} has hidden size {self._hidden}, router {offer.router} {offer.hidden}"
+            )
+        newest = self._newest_incarnation.get(offer.router, offer.router_incarnation)
+        if offer.router_incarnation < newest:
+            raise PlaneError(
+                f"incarnation {offer.router_incarnation} of router {offer.router} is fenced: "
+                f"{newest} has been seen"
+            )
+        return lay_out(offer.shape())
+
+    def _free_sender(self, offer: Offer) -> int:
+        """A sender index that no lane uses but one this offer replaces. Raises ``PlaneError``."""
+        taken = {lane.sender for lane in self._lanes.values() if lane.offer.router != offer.router}
+        if len(taken) >= self._max_lanes:
+            raise PlaneError(f"{self._id} has its {self._max_lanes} lanes open already")
+        return next(index for index in range(1, MAX_SENDERS) if index not in taken)
+
+    def _add(self, lane: _Lane) -> None:
+        router = lane.offer.router
+        for other in self._lanes.values():
+            if other.offer.router == router:
+                self._remove(other)
+        self._newest_incarnation.pop(router, None)
+        while len(self._newest_incarnation) >= _MAX_FENCED:
+            del self._newest_incarnation[next(iter(self._newest_incarnation))]
+        self._newest_incarnation[router] = lane.offer.router_incarnation
+        with self._lock:
+            self._lanes = {**self._lanes, lane.id: lane}
+
+    def _check(self, lane: _Lane) -> None:
+        if is_closed(lane.connection):
+            self._drop(lane, "the router closed the connection or died")
+
+    def _drop(self, lane: _Lane, reason: str) -> None:
+        if self._remove(lane):
+            _log.warning("lane.lost router=%s: %s", lane.offer.router, reason)
+            self._doorbell.ring()
+
+    def _remove(self, lane: _Lane) -> bool:
+        """Any thread; whether the lane was there."""
+        with self._lock:
+            if lane.id not in self._lanes:
+                return False
+            self._lanes = {key: other for key, other in self._lanes.items() if key != lane.id}
+        self._watcher.forget(lane.connection)
+        lane.connection.close()
+        return True
+
+
+def _sent_ns(item: tuple[int, Arrival]) -> int:
+    return item[0]
+
+
+def _arrival(lane: _Lane, index: int, request: Request) -> Arrival:
+    slot = lane.memory.slots[index]
+    pairs = request.pairs
+    exact = lane.offer.exact
+    return Arrival(
+        lane=lane.id,
+        ring_slot=index,
+        sequence=request.sequence,
+        peer=lane.offer.router,
+        exact=exact,
+        step=request.step,
+        layer=request.layer,
+        epoch=request.epoch,
+        x=slot.x.first(request.tokens),
+        pair_token=slot.pair_token[:pairs],
+        pair_slot=slot.pair_slot[:pairs],
+        pair_expert=slot.pair_expert[:pairs],
+        pair_weight=slot.pair_weight[:pairs],
+        out=slot.out.first(pairs if exact else request.tokens),
+    )
+
+
+def _listen(path: str) -> socket.socket:
+    """A non-blocking listener at ``path``, in place of one whose process is gone."""
+    handshake.check_path(path)
+    _remove_stale(path)
+    listener = handshake.new_socket()
+    try:
+        # Linux gives the new file the socket's mode: nobody else can connect even for a moment.
+        os.fchmod(listener.fileno(), 0o600)
+        listener.bind(path)
+        Path(path).chmod(0o600)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise PlaneError(f"cannot listen at {path}: {error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _remove_stale(path: str) -> None:
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return  # bind says what is wrong with the path
+    if not stat.S_ISSOCK(found.st_mode):
+        raise PlaneError(f"cannot listen at {path}: a file that is no socket is there")
+    with handshake.new_socket() as probe:
+        probe.settimeout(1.0)
+        code = probe.connect_ex(path)
+    if code != errno.ECONNREFUSED:
+        raise PlaneError(f"cannot listen at {path}: another process does")
+    with contextlib.suppress(FileNotFoundError):
+        Path(path).unlink()

@@ -1,0 +1,93 @@
+"""Where everything lies in a lane.
+
+    request flags    [ring_slots] int64, written by the router
+    answer flags     [ring_slots] int64, written by the expert worker
+    ring slot 0..    request header, answer header,
+                     pair token, slot, expert (int32), weight (fp32): [capacity_pairs] each,
+                     x [capacity_tokens, hidden] in the wire dtype,
+                     out [capacity_tokens or, exact, capacity_pairs, hidden] fp32
+
+Every region starts on a cache line of its own, so that no two writers share a line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from ep_kernels.plane import LaneShape, PlaneError
+
+LINE_BYTES: Final = 64
+MAX_LANE_BYTES: Final = 1 << 30
+MAX_RING_SLOTS: Final = 64
+
+_HEADER_BYTES: Final = LINE_BYTES
+_WIRES: Final = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneLayout:
+    """Byte offsets in a lane of ``shape``; those of a ring slot count from the slot's start."""
+
+    shape: LaneShape
+    answer_flags: int
+    slots: int
+    slot_bytes: int
+    answer_header: int
+    pairs: int
+    pair_array_bytes: int
+    x: int
+    out: int
+    out_rows: int
+    total_bytes: int
+
+
+def _lines(size_bytes: int) -> int:
+    return -(-size_bytes // LINE_BYTES) * LINE_BYTES
+
+
+def lay_out(shape: LaneShape) -> LaneLayout:
+    """Compute the layout. Raises ``PlaneError`` with the arithmetic when the lane is impossible
+    or larger than ``MAX_LANE_BYTES``.
+    """
+    sizes = (shape.hidden, shape.top_k, shape.capacity_tokens, shape.ring_slots)
+    if min(sizes) < 1:
+        raise PlaneError(
+            f"a lane needs hidden, top_k, capacity_tokens and ring_slots of at least 1, got {sizes}"
+        )
+    if shape.ring_slots > MAX_RING_SLOTS:
+        raise PlaneError(f"a lane has at most {MAX_RING_SLOTS} ring slots, not {shape.ring_slots}")
+    if shape.wire not in _WIRES:
+        raise PlaneError(f"activations travel as one of {_WIRES}, not {shape.wire}")
+    flags_bytes = _lines(8 * shape.ring_slots)
+    pair_array_bytes = _lines(4 * shape.capacity_pairs)
+    wire_bytes = shape.wire.itemsize
+    x_bytes = _lines(shape.capacity_tokens * shape.hidden * wire_bytes)
+    out_rows = shape.capacity_pairs if shape.exact else shape.capacity_tokens
+    out_bytes = _lines(out_rows * shape.hidden * 4)
+    slot_bytes = 2 * _HEADER_BYTES + 4 * pair_array_bytes + x_bytes + out_bytes
+    total_bytes = 2 * flags_bytes + shape.ring_slots * slot_bytes
+    if total_bytes > MAX_LANE_BYTES:
+        raise PlaneError(
+            f"a lane may take {MAX_LANE_BYTES} bytes, this one needs {total_bytes}: "
+            f"{shape.ring_slots} ring slots x ({shape.capacity_tokens} tokens x {shape.hidden} "
+            f"hidden x {wire_bytes} bytes out + {out_rows} rows x {shape.hidden} x 4 bytes back + "
+            f"{shape.capacity_pairs} pairs x 16 bytes); lower capacity_tokens or ring_slots"
+        )
+    pairs = 2 * _HEADER_BYTES
+    x = pairs + 4 * pair_array_bytes
+    return LaneLayout(
+        shape=shape,
+        answer_flags=flags_bytes,
+        slots=2 * flags_bytes,
+        slot_bytes=slot_bytes,
+        answer_header=_HEADER_BYTES,
+        pairs=pairs,
+        pair_array_bytes=pair_array_bytes,
+        x=x,
+        out=x + x_bytes,
+        out_rows=out_rows,
+        total_bytes=total_bytes,
+    )

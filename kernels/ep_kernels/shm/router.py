@@ -1,0 +1,332 @@
+"""``ShmRouterPlane``: a router's end of its lanes."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import threading
+import time
+
+import torch
+
+from ep_kernels.plane import (
+    Answer,
+    LaneLost,
+    LaneRefused,
+    LaneShape,
+    Part,
+    PlaneError,
+)
+from ep_kernels.shm import handshake, memory
+from ep_kernels.shm.doorbell import MAX_SENDERS, SPIN_NS, Bell, Doorbell, make_fence
+from ep_kernels.shm.handshake import Offer, Reply
+from ep_kernels.shm.lane import CorruptLaneError, LaneMemory, Request, RingSlot
+from ep_kernels.shm.layout import lay_out
+from ep_kernels.shm.watcher import Watcher, is_closed
+
+_log = logging.getLogger(__name__)
+
+
+class _InFlight:
+    """A message that the expert worker has not answered."""
+
+    __slots__ = ("rows", "sequence", "slot", "ticket")
+
+    def __init__(self, slot: RingSlot, sequence: int, rows: int, ticket: int) -> None:
+        self.slot = slot
+        self.sequence = sequence
+        self.rows = rows
+        self.ticket = ticket
+
+
+class _Lane:
+    __slots__ = (
+        "bell",
+        "connection",
+        "free",
+        "in_flight",
+        "incarnation",
+        "memory",
+        "next_sequence",
+        "peer",
+        "sender",
+    )
+
+    def __init__(
+        self,
+        peer: str,
+        incarnation: int,
+        connection: socket.socket,
+        sender: int,
+        lane_memory: LaneMemory,
+        bell: Bell,
+    ) -> None:
+        self.peer = peer
+        self.incarnation = incarnation
+        self.connection = connection
+        self.sender = sender
+        self.memory = lane_memory
+        self.bell = bell
+        self.free = list(reversed(lane_memory.slots))  # the last freed is the warmest
+        self.in_flight: list[_InFlight] = []
+        self.next_sequence = 1
+
+
+class ShmRouterPlane:
+    """``RouterPlane`` over shared memory.
+
+    One thread calls ``try_send``, ``poll``, ``release``, ``lost``, ``wait`` and ``in_flight``;
+    ``connect``, ``disconnect``, ``peers`` and ``wake`` may be called on any thread. ``wait``
+    returns at once when anything happened since the last ``poll`` began, so a loop polls between
+    two waits.
+
+    ``digest`` identifies the model: an expert worker that serves another one refuses the lane.
+    ``corrupt_lanes`` counts lanes dropped because the peer wrote nonsense.
+    """
+
+    def __init__(
+        self,
+        router_id: str,
+        incarnation: int,
+        shape: LaneShape,
+        digest: str,
+        *,
+        spin_ns: int = SPIN_NS,
+    ) -> None:
+        self._id = router_id
+        self._incarnation = incarnation
+        self._shape = shape
+        self._digest = digest
+        self._layout = lay_out(shape)
+        self._fence = make_fence()
+        self._doorbell = Doorbell("moemesh-router-bell", spin_ns=spin_ns)
+        self._seen = self._doorbell.value()
+        self._woken = False
+        self._watcher = Watcher(f"lanes-{router_id}")
+        self._lock = threading.Lock()  # guards changes of the lane tables and the list of the lost
+        self._lanes: dict[str, _Lane] = {}  # replaced, never changed: readers take no lock
+        self._senders: set[int] = set()
+        self._lost: list[LaneLost] = []
+        self._answered: dict[int, tuple[_Lane, RingSlot]] = {}
+        self._tickets = itertools.count(1)
+        self._closed = False
+        self.corrupt_lanes = 0
+
+    # -------------------------------------------------------------- lanes come and go
+
+    def connect(self, peer: str, address: str, incarnation: int, timeout_s: float) -> None:
+        """Open a lane to ``incarnation`` of ``peer``, which listens at the Unix path ``address``.
+
+        A lane that exists already is closed first and its tickets are never answered. Raises
+        ``LaneRefused`` with the peer's reason, ``PlaneError`` when it cannot be reached in time.
+        """
+        handshake.check_path(address)
+        self.disconnect(peer)
+        sender = self._take_sender(peer)
+        connection = handshake.new_socket()
+        try:
+            connection.settimeout(timeout_s)
+            lane = self._open(peer, address, incarnation, connection, sender)
+            connection.setblocking(False)
+            self._add(lane)
+        except BaseException as error:
+            connection.close()
+            self._give_back_sender(sender)
+            if isinstance(error, TimeoutError):
+                raise PlaneError(
+                    f"{peer} at {address} did not answer in {timeout_s:g} s"
+                ) from error
+            if isinstance(error, OSError):
+                raise PlaneError(f"cannot reach {peer} at {address}: {error}") from error
+            if isinstance(error, EOFError):
+                raise PlaneError(f"{peer} at {address} closed the connection") from error
+            raise
+
+    def disconnect(self, peer: str) -> None:
+        """Close the lane to ``peer``, if there is one; it is not reported as lost."""
+        with self._lock:
+            lane = self._lanes.get(peer)
+            if lane is not None:
+                self._remove(lane)
+
+    def peers(self) -> dict[str, int]:
+        return {peer: lane.incarnation for peer, lane in self._lanes.items()}
+
+    def lost(self) -> list[LaneLost]:
+        if not self._lost:
+            return []
+        with self._lock:
+            lost, self._lost = self._lost, []
+        return lost
+
+    def close(self) -> None:
+        """Close all lanes and stop the watching thread. Answers not released stay readable."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for lane in self._lanes.values():
+                self._remove(lane)
+        self._watcher.close()
+        self._doorbell.close_fd()
+
+    # -------------------------------------------------------------- messages
+
+    def try_send(self, peer: str, part: Part) -> int | None:
+        lane = self._lanes.get(peer)
+        if lane is None:
+            raise LaneLost(peer, "no lane is open")
+        tokens, pairs = part.rows.shape[0], part.pair_token.shape[0]
+        shape = self._shape
+        if tokens > shape.capacity_tokens or pairs > shape.capacity_pairs:
+            raise PlaneError(
+                f"a part of {tokens} tokens and {pairs} pairs exceeds the lane to {peer}: "
+                f"{shape.capacity_tokens} tokens, {shape.capacity_pairs} pairs"
+            )
+        if not lane.free:
+            return None
+        slot = lane.free.pop()
+        into = slot.x.first(tokens)
+        if part.x.dtype is shape.wire:
+            torch.index_select(part.x, 0, part.rows, out=into)
+        else:
+            into.copy_(torch.index_select(part.x, 0, part.rows))
+        slot.pair_token[:pairs] = part.pair_token
+        slot.pair_slot[:pairs] = part.pair_slot
+        slot.pair_expert[:pairs] = part.pair_expert
+        slot.pair_weight[:pairs] = part.pair_weight
+        sequence = lane.next_sequence
+        lane.next_sequence = sequence + 1
+        slot.write_request(
+            Request(sequence, part.step, part.layer, part.epoch, tokens, pairs, time.monotonic_ns())
+        )
+        ticket = next(self._tickets)
+        lane.in_flight.append(_InFlight(slot, sequence, pairs if shape.exact else tokens, ticket))
+        if self._fence is not None:
+            self._fence()
+        lane.memory.request_flags[slot.index] = sequence
+        if self._fence is not None:
+            self._fence()
+        lane.bell.ring()
+        return ticket
+
+    def poll(self) -> list[Answer]:
+        self._seen = self._doorbell.value()
+        answers: list[Answer] = []
+        for lane in self._lanes.values():
+            flags = lane.memory.answer_flags
+            done = [
+                message
+                for message in lane.in_flight
+                if flags[message.slot.index] == message.sequence
+            ]
+            if done:
+                self._collect(lane, done, answers)
+        return answers
+
+    def release(self, answer: Answer) -> None:
+        lane, slot = self._answered.pop(answer.ticket)
+        lane.free.append(slot)
+
+    def wait(self, timeout_s: float) -> None:
+        if not self._woken and not self._lost:
+            self._doorbell.wait(self._seen, timeout_s)
+        self._woken = False
+
+    def wake(self) -> None:
+        self._woken = True
+        self._doorbell.ring()
+
+    def in_flight(self) -> int:
+        return sum(self._shape.ring_slots - len(lane.free) for lane in self._lanes.values())
+
+    def _collect(self, lane: _Lane, done: list[_InFlight], answers: list[Answer]) -> None:
+        if self._fence is not None:
+            self._fence()
+        for message in done:
+            slot = message.slot
+            try:
+                status, compute_ns = slot.read_answer(message.sequence, message.rows)
+            except CorruptLaneError as error:
+                self.corrupt_lanes += 1
+                self._lose(lane, str(error))
+                return
+            lane.in_flight.remove(message)
+            self._answered[message.ticket] = (lane, slot)
+            out = slot.out.first(message.rows)
+            answers.append(Answer(lane.peer, message.ticket, status, out, compute_ns))
+
+    # -------------------------------------------------------------- opening and losing a lane
+
+    def _open(
+        self, peer: str, address: str, incarnation: int, connection: socket.socket, sender: int
+    ) -> _Lane:
+        shape = self._shape
+        connection.connect(address)
+        lane_fd = memory.create("moemesh-lane", self._layout.total_bytes)
+        try:
+            offer = Offer(
+                router=self._id,
+                router_incarnation=self._incarnation,
+                expert=peer,
+                expert_incarnation=incarnation,
+                digest=self._digest,
+                sender=sender,
+                hidden=shape.hidden,
+                top_k=shape.top_k,
+                capacity_tokens=shape.capacity_tokens,
+                ring_slots=shape.ring_slots,
+                exact=shape.exact,
+                wire=handshake.wire_name(shape.wire),
+            )
+            handshake.send(connection, offer, [lane_fd, self._doorbell.fd])
+            mapping = memory.attach(os.dup(lane_fd), self._layout.total_bytes)
+        finally:
+            os.close(lane_fd)
+        reply, fds = handshake.receive(connection, Reply, 1)
+        if reply.refusal:
+            raise LaneRefused(peer, reply.refusal)
+        bell = Bell(fds[0], reply.sender)
+        lane_memory = LaneMemory(mapping, self._layout)
+        return _Lane(peer, incarnation, connection, sender, lane_memory, bell)
+
+    def _add(self, lane: _Lane) -> None:
+        with self._lock:
+            if self._closed:
+                raise PlaneError("the plane is closed")
+            self._lanes = {**self._lanes, lane.peer: lane}
+        self._watcher.watch(lane.connection, lambda: self._check(lane))
+
+    def _check(self, lane: _Lane) -> None:
+        if is_closed(lane.connection):
+            self._lose(lane, "the expert worker closed the connection or died")
+
+    def _lose(self, lane: _Lane, reason: str) -> None:
+        with self._lock:
+            if self._lanes.get(lane.peer) is not lane:
+                return
+            self._remove(lane)
+            self._lost.append(LaneLost(lane.peer, reason))
+        _log.warning("lane.lost peer=%s incarnation=%d: %s", lane.peer, lane.incarnation, reason)
+        self._doorbell.ring()
+
+    def _remove(self, lane: _Lane) -> None:
+        """Under the lock."""
+        self._lanes = {peer: other for peer, other in self._lanes.items() if other is not lane}
+        self._senders.discard(lane.sender)
+        self._watcher.forget(lane.connection)
+        lane.connection.close()
+
+    def _take_sender(self, peer: str) -> int:
+        with self._lock:
+            for sender in range(1, MAX_SENDERS):
+                if sender not in self._senders:
+                    self._senders.add(sender)
+                    return sender
+        raise PlaneError(f"no room for a lane to {peer}: {MAX_SENDERS - 1} lanes are open")
+
+    def _give_back_sender(self, sender: int) -> None:
+        with self._lock:
+            self._senders.discard(sender)

@@ -1,0 +1,13 @@
+"""The mesh itself, free of torch: messages, links, membership, configuration, logs, metrics.
+
+Layers, lowest first (an arrow means "may import")::
+
+    service -> member -> links -> inbox, messages
+       |          |        |
+       +----------+--------+--> config, logs, metrics, rundir, supervise
+
+    membership, placement -> messages, settings
+
+Pure modules (no asyncio, no zmq, no clock): ``messages``, ``settings``, ``config`` (which reads
+one file), ``membership``, ``placement``. Only ``links`` imports zmq.
+"""

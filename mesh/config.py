@@ -1,0 +1,301 @@
+"""One effective configuration out of four sources: defaults < TOML < environment < flags.
+
+API
+    ``load(config, overrides, environ) -> Effective``: ``Effective.settings`` is what services
+    read; ``Effective.origin["router.max_running"]`` says where that value came from:
+    ``default``, ``file PATH``, ``environment MOEMESH_ROUTER_MAX_RUNNING`` or ``flag --x``.
+    ``ConfigError`` names key, value, what was expected and the source.
+    ``knobs() -> tuple[Knob, ...]``: every key with its type and default, for listings.
+
+The environment variable of a key is ``MOEMESH_SECTION_KEY``. ``MOEMESH_CONFIG`` names the TOML
+file when no flag does. An unknown key, a variable with our prefix that means nothing, or a value
+out of range is an error: an option that nobody reads must not look as if it worked.
+
+Pure but for reading the one file that it is given.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import tomllib
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from mesh.settings import Settings
+
+ENV_PREFIX = "MOEMESH_"
+CONFIG_VARIABLE = "MOEMESH_CONFIG"
+MAX_SOCKET_PATH_BYTES = 107
+"""``sun_path`` of a Unix socket has 108 bytes, the last one zero (unix(7))."""
+
+
+class ConfigError(ValueError):
+    """A value from the user that cannot be used; the service does not start.
+
+    Attributes: ``key`` (``section.key``, or the file), ``value``, ``expected`` and ``source``.
+    """
+
+    def __init__(self, key: str, value: object, expected: str, source: str) -> None:
+        shown = "" if value is None else f" = {value!r}"
+        super().__init__(f"{key}{shown} ({source}): {expected}")
+        self.key = key
+        self.value = value
+        self.expected = expected
+        self.source = source
+
+
+class Effective(msgspec.Struct, frozen=True):
+    """The merged settings and, for each ``section.key``, the source that decided it."""
+
+    settings: Settings
+    origin: dict[str, str]
+
+
+class Knob(msgspec.Struct, frozen=True):
+    """One configurable value: ``key`` is ``section.key``."""
+
+    key: str
+    type: Any
+    default: Any
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return ENV_PREFIX + self.key.replace(".", "_").upper()
+
+    @property
+    def accepts(self) -> str:
+        """The accepted type in words."""
+        if typing.get_origin(self.type) is Literal:
+            return "one of " + ", ".join(repr(choice) for choice in typing.get_args(self.type))
+        return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[
+            self.type
+        ]
+
+
+def knobs() -> tuple[Knob, ...]:
+    """Every ``section.key`` in the order of ``Settings``."""
+    return tuple(
+        Knob(f"{section.name}.{field.name}", field.type, field.default)
+        for section in msgspec.structs.fields(Settings)
+        for field in msgspec.structs.fields(section.type)
+    )
+
+
+def load(
+    config: Path | None,
+    overrides: Mapping[str, str],
+    environ: Mapping[str, str],
+    *,
+    flag_names: Mapping[str, str] | None = None,
+) -> Effective:
+    """Merge the sources and validate the result.
+
+    ``overrides`` maps ``section.key`` to text, as ``--set section.key=text`` gave it;
+    ``flag_names`` names the flag of a key for messages where it was another (``--port``).
+    Raises ``ConfigError``.
+    """
+    by_key = {knob.key: knob for knob in knobs()}
+    values = {knob.key: knob.default for knob in by_key.values()}
+    origin = dict.fromkeys(by_key, "default")
+
+    def put(key: str, value: object, source: str, *, text: bool) -> None:
+        values[key] = _convert(by_key[key], value, source, text=text)
+        origin[key] = source
+
+    path = config
+    if path is None and environ.get(CONFIG_VARIABLE):
+        path = Path(environ[CONFIG_VARIABLE])
+    if path is not None:
+        for key, value in _read_file(path, by_key).items():
+            put(key, value, f"file {path}", text=False)
+
+    by_variable = {knob.variable: knob.key for knob in by_key.values()}
+    for variable in sorted(environ):
+        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:
+            continue
+        source = f"environment {variable}"
+        if variable not in by_variable:
+            expected = "no such setting" + _suggest(variable, by_variable)
+            raise ConfigError(variable, environ[variable], expected, source)
+        put(by_variable[variable], environ[variable], source, text=True)
+
+    for key, value in overrides.items():
+        source = f"flag {(flag_names or {}).get(key, '--set ' + key)}"
+        if key not in by_key:
+            raise ConfigError(key, value, "no such setting" + _suggest(key, by_key), source)
+        put(key, value, source, text=True)
+
+    _check_values(values, origin)
+    nested: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, name = key.split(".")
+        nested.setdefault(section, {})[name] = value
+    return Effective(msgspec.convert(nested, Settings), origin)
+
+
+def _read_file(path: Path, by_key: Mapping[str, Knob]) -> dict[str, Any]:
+    """``section.key -> value`` of a TOML file with one table per section."""
+    source = f"file {path}"
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(str(path), None, f"cannot be read: {error.strerror}", source) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), None, f"is not TOML: {error}", source) from None
+    sections = dict.fromkeys(key.split(".")[0] for key in by_key)
+    found: dict[str, Any] = {}
+    for section, table in tables.items():
+        if section not in sections:
+            raise ConfigError(
+                f"[{section}]", None, "no such section" + _suggest(section, sections), source
+            )
+        if not isinstance(table, dict):
+            raise ConfigError(section, table, f"expected a table, written [{section}]", source)
+        for name, value in table.items():
+            key = f"{section}.{name}"
+            if key not in by_key:
+                raise ConfigError(key, value, "no such setting" + _suggest(key, by_key), source)
+            found[key] = value
+    return found
+
+
+def _convert(knob: Knob, value: object, source: str, *, text: bool) -> Any:
+    if typing.get_origin(knob.type) is Literal and type(value) is int:
+        value = str(value)  # micro_batches = 2 reads as well as "2"
+    try:
+        return msgspec.convert(value, knob.type, strict=not text)
+    except msgspec.ValidationError:
+        raise ConfigError(knob.key, value, f"expected {knob.accepts}", source) from None
+
+
+def _suggest(name: str, known: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    if not close and "." in name:
+        # The right key in the wrong section is the commonest slip.
+        last = name.rpartition(".")[2]
+        close = [key for key in known if key.endswith("." + last)][:1]
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+# ---------------------------------------------------------------- rules on values
+
+
+class _Rule(msgspec.Struct, frozen=True):
+    accepts: Callable[[Any], bool]
+    expected: str
+
+
+_POSITIVE = _Rule(lambda v: 0 < v < float("inf"), "expected more than 0")
+_NOT_NEGATIVE = _Rule(lambda v: 0 <= v < float("inf"), "expected 0 or more")
+_PORT = _Rule(lambda v: 0 <= v <= 65535, "expected a port, 0 to 65535 (0: any free one)")
+_HOST = _Rule(bool, "expected a host name or address")
+_NAME = _Rule(
+    lambda v: 0 < len(v) <= 40 and all(c.isascii() and (c.isalnum() or c in "-_") for c in v),
+    "expected 1 to 40 letters, digits, '-' or '_'",
+)
+
+_RULES: Mapping[str, _Rule] = {
+    "mesh.name": _NAME,
+    "mesh.gateways": _POSITIVE,
+    "mesh.routers": _POSITIVE,
+    "mesh.experts": _POSITIVE,
+    "gateway.host": _HOST,
+    "gateway.port": _PORT,
+    "gateway.max_queue": _POSITIVE,
+    "gateway.max_body_bytes": _POSITIVE,
+    "gateway.request_timeout_s": _POSITIVE,
+    "gateway.router_wait_s": _NOT_NEGATIVE,
+    "router.max_step_tokens": _POSITIVE,
+    "router.max_running": _POSITIVE,
+    "router.max_waiting": _POSITIVE,
+    "router.block_size": _POSITIVE,
+    "router.kv_cache_bytes": _NOT_NEGATIVE,
+    "router.threads": _POSITIVE,
+    "router.capacity_tokens": _POSITIVE,
+    "router.expert_timeout_s": _POSITIVE,
+    "expert.threads": _POSITIVE,
+    "expert.slots_per_layer": _NOT_NEGATIVE,
+    "expert.max_lanes": _POSITIVE,
+    "planner.redundant_slots": _NOT_NEGATIVE,
+    "planner.heartbeat_ms": _Rule(lambda v: v >= 10, "expected 10 or more"),
+    "planner.suspect_after_ms": _POSITIVE,
+    "planner.dead_after_ms": _POSITIVE,
+    "planner.first_placement_wait_s": _NOT_NEGATIVE,
+    "metrics.host": _HOST,
+}
+
+
+def _check_values(values: Mapping[str, Any], origin: Mapping[str, str]) -> None:
+    def refuse(key: str, expected: str) -> None:
+        raise ConfigError(key, values[key], expected, origin[key])
+
+    for key, rule in _RULES.items():
+        if not rule.accepts(values[key]):
+            refuse(key, rule.expected)
+    for key in ("mesh.planner", "mesh.broadcast"):
+        if values[key] and (expected := address_fault(values[key])):
+            refuse(key, expected)
+    if values["mesh.planner"] and values["mesh.planner"] == values["mesh.broadcast"]:
+        refuse("mesh.broadcast", "expected another address than mesh.planner")
+    if values["mesh.run_dir"] and not Path(values["mesh.run_dir"]).is_absolute():
+        refuse("mesh.run_dir", "expected an absolute path")
+    if values["router.max_running"] > values["router.max_step_tokens"]:
+        refuse(
+            "router.max_running",
+            f"expected at most router.max_step_tokens = {values['router.max_step_tokens']}: "
+            "each running sequence takes one token of a step",
+        )
+    heartbeat = values["planner.heartbeat_ms"]
+    if values["planner.suspect_after_ms"] < 2 * heartbeat:
+        refuse(
+            "planner.suspect_after_ms",
+            f"expected at least 2 x planner.heartbeat_ms = {2 * heartbeat}, "
+            "or one late heartbeat makes a suspect",
+        )
+    if values["planner.dead_after_ms"] <= values["planner.suspect_after_ms"]:
+        refuse(
+            "planner.dead_after_ms",
+            f"expected more than planner.suspect_after_ms = {values['planner.suspect_after_ms']}",
+        )
+
+
+def address_fault(address: str) -> str:
+    """What is wrong with a ZeroMQ address, in words; empty when it can be used.
+
+    Accepted: ``ipc:///absolute/path`` of at most 107 bytes, and ``tcp://HOST:PORT`` on a loopback
+    host. Others are refused until CURVE keys are configured: this link carries commands.
+    """
+    if address.startswith("ipc://"):
+        path = address.removeprefix("ipc://")
+        if not path.startswith("/"):
+            return "expected an absolute path after ipc://"
+        if (size := len(path.encode())) > MAX_SOCKET_PATH_BYTES:
+            return f"the socket path has {size} bytes, expected at most {MAX_SOCKET_PATH_BYTES}"
+        return ""
+    if address.startswith("tcp://"):
+        try:
+            parts = urlsplit(address)
+            host, port = parts.hostname or "", parts.port
+        except ValueError:
+            return "expected tcp://HOST:PORT"
+        if not host or not port or parts.path:
+            return "expected tcp://HOST:PORT"
+        if host != "localhost":
+            try:
+                loopback = ipaddress.ip_address(host).is_loopback
+            except ValueError:
+                loopback = False
+            if not loopback:
+                return (
+                    "expected a loopback host: refused until CURVE keys are configured, "
+                    "since anyone who reaches this port could command the mesh"
+                )
+        return ""
+    return "expected ipc:///PATH or tcp://HOST:PORT"

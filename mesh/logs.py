@@ -1,0 +1,86 @@
+"""Structured logs: one JSON object, or one readable line, an event.
+
+API
+    ``configure(settings.logs, stream)``     once, at the start of a process
+    ``structlog.get_logger(name)``           anywhere; ``bind`` ids once, then log
+
+Events are dotted and in the past tense (``plan.committed``); values are fields. ``trace`` is the
+client's X-Request-Id wherever a line belongs to one request. Prompts are never logged.
+Records of the standard library's ``logging`` (uvicorn, asyncio) come out the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from typing import Any, TextIO, cast
+
+import msgspec
+import structlog
+
+from mesh.settings import LogSettings
+
+_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+
+
+def configure(settings: LogSettings, stream: TextIO | None = None) -> None:
+    """Send the process's logs to ``stream`` (standard error unless given)."""
+    out = sys.stderr if stream is None else stream
+    level = _LEVELS[settings.level]
+    console = settings.format == "console" or (settings.format == "auto" and out.isatty())
+    common: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.StackInfoRenderer(),
+        structlog.processors.TimeStamper(fmt="iso", utc=not console),
+    ]
+    if console:
+        # The renderers' defaults print local variables, and with them prompts.
+        plain = structlog.dev.plain_traceback
+        final: list[Any] = [
+            structlog.dev.ConsoleRenderer(colors=out.isatty(), exception_formatter=plain)
+        ]
+    else:
+        final = [
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(serializer=_json),
+        ]
+    structlog.configure(
+        processors=[*common, *final],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Sink(out))),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(_Sink(out))
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, *common],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *final],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(max(level, logging.INFO))
+
+
+class _Sink:
+    """Writes what can be written: whoever read the log may be gone (a killed launcher, a
+    restarted journal), and that must not end, or keep from ending, a service.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
+def _json(event: dict[str, Any], **_: Any) -> str:
+    return msgspec.json.encode(event, enc_hook=repr).decode()

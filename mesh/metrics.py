@@ -1,0 +1,132 @@
+"""Prometheus metrics of one process, in a registry that is handed around, never global.
+
+API
+    ``new_registry()``                            with the process's CPU and memory figures
+    ``export_link(registry, name, link)``         counters of a link under label ``link``
+    ``page(registry) -> bytes``, ``CONTENT_TYPE`` the text to serve
+    ``await serve(registry, host) -> MetricsServer``   ``GET /metrics`` on a free port; ``.url``
+
+Names: ``moemesh_<noun>_<unit>``, the suffixes as vLLM's. No request id is ever a label.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+PREFIX = "moemesh"
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_REQUEST_LIMIT_BYTES = 8192
+_REQUEST_TIMEOUT_S = 5.0
+
+
+class LinkCounters(Protocol):
+    """What ``mesh.links`` counts."""
+
+    received: int
+    sent: int
+    undecodable: int
+    unsent: int
+
+
+class Counted(Protocol):
+    @property
+    def counters(self) -> LinkCounters: ...
+
+
+def new_registry() -> CollectorRegistry:
+    registry = CollectorRegistry(auto_describe=True)
+    ProcessCollector(namespace=PREFIX, registry=registry)
+    return registry
+
+
+class _Links(Collector):
+    """Reads the links' counters when it is scraped, so that counting costs one addition."""
+
+    def __init__(self) -> None:
+        self.links: dict[str, Counted] = {}
+
+    def collect(self) -> Iterable[Metric]:
+        families = {
+            field: CounterMetricFamily(f"{PREFIX}_link_messages_{field}", text, labels=["link"])
+            for field, text in (
+                ("received", "Messages decoded."),
+                ("sent", "Messages queued for sending."),
+                ("undecodable", "Messages dropped because their bytes made no sense."),
+                ("unsent", "Messages refused because the peer was gone or its queue full."),
+            )
+        }
+        for name, link in self.links.items():
+            for field, family in families.items():
+                family.add_metric([name], float(getattr(link.counters, field)))
+        return families.values()
+
+
+def export_link(registry: CollectorRegistry, name: str, link: Counted) -> None:
+    """Export a link's counters; one of the same name is replaced (a link opened again)."""
+    for collector in tuple(registry._collector_to_names):  # noqa: SLF001 - no public way to ask
+        if isinstance(collector, _Links):
+            collector.links[name] = link
+            return
+    links = _Links()
+    links.links[name] = link
+    registry.register(links)
+
+
+def page(registry: CollectorRegistry) -> bytes:
+    return generate_latest(registry)
+
+
+class MetricsServer:
+    """Serves one page. A request costs one read and one write; an idle server costs nothing."""
+
+    def __init__(self, server: asyncio.Server, host: str) -> None:
+        self._server = server
+        port = server.sockets[0].getsockname()[1]
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{port}/metrics"
+
+    async def close(self) -> None:
+        self._server.close()
+        await self._server.wait_closed()
+
+
+async def serve(registry: CollectorRegistry, host: str, port: int = 0) -> MetricsServer:
+    """Listen at ``host`` on ``port`` (0: a free one). Raises ``OSError``."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_REQUEST_TIMEOUT_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                method, _, rest = head.partition(b" ")
+                path = rest.partition(b" ")[0].partition(b"?")[0]
+                if method not in {b"GET", b"HEAD"}:
+                    writer.write(_response(b"405 Method Not Allowed", b""))
+                elif path != b"/metrics":
+                    writer.write(_response(b"404 Not Found", b"metrics are at /metrics\n"))
+                else:
+                    body = page(registry)
+                    writer.write(_response(b"200 OK", body if method == b"GET" else b""))
+                await writer.drain()
+        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
+            pass  # a scraper that goes away or talks nonsense is no event of ours
+        finally:
+            writer.close()
+
+    return MetricsServer(
+        await asyncio.start_server(answer, host, port, limit=_REQUEST_LIMIT_BYTES), host
+    )
+
+
+def _response(status: bytes, body: bytes) -> bytes:
+    head = (
+        b"HTTP/1.1 " + status + b"\r\nContent-Type: " + CONTENT_TYPE.encode() + b"\r\n"
+        b"Content-Length: " + str(len(body)).encode() + b"\r\nConnection: close\r\n\r\n"
+    )
+    return head + body

@@ -1,0 +1,158 @@
+"""The run directory: sockets, pid files and logs of one mesh on one host, private to its user.
+
+API
+    ``run_dir(settings) -> Path``            where it is (creates nothing)
+    ``create_run_dir(settings) -> Path``     makes it (mode 0700) or refuses an unsafe one
+    ``planner_address(settings)``            ZeroMQ address of the planner's command socket
+    ``broadcast_address(settings)``          ... of its broadcasts
+    ``router_address(settings, id)``         ... at which a router takes requests
+    ``lanes_path(settings, id)``             Unix socket path at which an expert takes lanes
+    ``claim(directory, id) -> Claim``        one process per id: pid file under a lock
+
+The directory's mode guards every ``ipc://`` link: whoever may enter it may command the mesh.
+Errors: ``RunDirError``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from pathlib import Path
+from types import TracebackType
+
+from mesh.config import MAX_SOCKET_PATH_BYTES
+from mesh.settings import Settings
+
+
+class RunDirError(Exception):
+    """The run directory cannot be trusted or used; the message names it and the remedy."""
+
+
+class AlreadyRunning(RunDirError):
+    """Another live process holds the id. Attributes: ``id``, ``pid`` (0 if unknown)."""
+
+    def __init__(self, id: str, pid: int, directory: Path) -> None:  # noqa: A002
+        super().__init__(f"{id} already runs in {directory} (pid {pid or 'unknown'})")
+        self.id = id
+        self.pid = pid
+
+
+def run_dir(settings: Settings) -> Path:
+    """``mesh.run_dir``, else ``$XDG_RUNTIME_DIR/moemesh/NAME``, else ``/tmp/moemesh-UID/NAME``."""
+    if settings.mesh.run_dir:
+        return Path(settings.mesh.run_dir)
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and Path(runtime).is_absolute() and os.access(runtime, os.W_OK | os.X_OK):
+        return Path(runtime) / "moemesh" / settings.mesh.name
+    return Path(f"/tmp/moemesh-{os.getuid()}") / settings.mesh.name  # noqa: S108 - checked below
+
+
+def create_run_dir(settings: Settings) -> Path:
+    """Make the run directory with mode 0700, or check that an existing one is ours alone.
+
+    A default directory's parent (``moemesh``, ``moemesh-UID``) is held to the same rule, since
+    whoever owns it could swap what lies below. Raises ``RunDirError``.
+    """
+    directory = run_dir(settings)
+    private = [directory] if settings.mesh.run_dir else [directory.parent, directory]
+    private[0].parent.mkdir(parents=True, exist_ok=True)
+    for path in private:
+        try:
+            path.mkdir(mode=0o700, exist_ok=True)
+            found = path.lstat()
+        except OSError as error:
+            raise RunDirError(f"run directory {path}: {error.strerror}") from None
+        if not stat.S_ISDIR(found.st_mode):
+            raise RunDirError(f"run directory {path} is not a directory")
+        if found.st_uid != os.getuid():
+            raise RunDirError(
+                f"run directory {path} belongs to uid {found.st_uid}, not to {os.getuid()}: "
+                "set mesh.run_dir to one of your own"
+            )
+        if mode := stat.S_IMODE(found.st_mode) & 0o077:
+            raise RunDirError(
+                f"run directory {path} is open to others (mode {mode | 0o700:o}): chmod 700 it"
+            )
+    socket_path(directory, "x" * 24)
+    return directory
+
+
+def socket_path(directory: Path, name: str) -> Path:
+    """``directory/name``, checked against the length limit of a Unix socket path."""
+    path = directory / name
+    if (size := len(os.fsencode(path))) > MAX_SOCKET_PATH_BYTES:
+        raise RunDirError(
+            f"socket path {path} has {size} bytes, more than {MAX_SOCKET_PATH_BYTES}: "
+            "set mesh.run_dir to a shorter path"
+        )
+    return path
+
+
+def planner_address(settings: Settings) -> str:
+    return settings.mesh.planner or f"ipc://{socket_path(run_dir(settings), 'planner.sock')}"
+
+
+def broadcast_address(settings: Settings) -> str:
+    return settings.mesh.broadcast or f"ipc://{socket_path(run_dir(settings), 'broadcast.sock')}"
+
+
+def router_address(settings: Settings, id: str) -> str:  # noqa: A002
+    return f"ipc://{socket_path(run_dir(settings), f'{id}.sock')}"
+
+
+def lanes_path(settings: Settings, id: str) -> str:  # noqa: A002
+    return str(socket_path(run_dir(settings), f"{id}.lanes"))
+
+
+class Claim:
+    """Holds ``DIRECTORY/ID.pid`` under a lock that the kernel drops when the process ends."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Remove the file, then drop the lock, so that nobody finds a file without an owner."""
+        if self._fd >= 0:
+            self.path.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def claim(directory: Path, id: str) -> Claim:  # noqa: A002
+    """Make this process the only one of its id, or raise ``AlreadyRunning``.
+
+    Two planners on one ``ipc://`` path would silently take each other's members.
+    """
+    path = directory / f"{id}.pid"
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.read(fd, 32).strip()
+            os.close(fd)
+            raise AlreadyRunning(id, int(pid) if pid.isdigit() else 0, directory) from None
+        # The previous owner may have unlinked the file between our open and our lock.
+        try:
+            same = os.path.samestat(os.fstat(fd), path.stat())
+        except FileNotFoundError:
+            same = False
+        if same:
+            break
+        os.close(fd)
+    os.ftruncate(fd, 0)
+    os.write(fd, f"{os.getpid()}\n".encode())
+    return Claim(path, fd)

@@ -1,0 +1,278 @@
+"""What every service process does the same way, from its flags to its exit code.
+
+API
+    ``run_service(role, main)``    the whole of a service's ``__main__``; never returns
+    ``Context``                    what ``main(ctx)`` is given
+    ``CannotServe(reason)``        raised by ``main``: exit with a message and no traceback
+    ``ExitCode``                   what the launcher and systemd see
+
+    Flags: ``--config FILE``, ``--id ID``, ``--set section.key=value`` (repeatable),
+    ``--parent-pid PID`` (die with that launcher).
+
+``main(ctx)`` serves until ``ctx.stopping`` is set (SIGTERM, SIGINT), then cleans up and returns.
+It has ``STOP_GRACE_S`` for that before it is cancelled; a second signal cancels it at once, and a
+process that still hangs ``KILL_GRACE_S`` after ``main`` has ended, or should have, ends itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import structlog
+import uvloop
+from prometheus_client import CollectorRegistry
+from structlog.typing import FilteringBoundLogger
+
+from mesh import logs, metrics
+from mesh.config import ConfigError, Effective, load
+from mesh.links import LinkError, Net
+from mesh.messages import Role
+from mesh.rundir import AlreadyRunning, RunDirError, claim, create_run_dir
+from mesh.settings import Settings
+from mesh.supervise import ActorCrashed, CannotServe, ExitCode
+
+__all__ = [
+    "KILL_GRACE_S",
+    "STOP_GRACE_S",
+    "CannotServe",
+    "Context",
+    "ExitCode",
+    "run_service",
+    "sd_notify",
+]
+
+STOP_GRACE_S = 10.0
+KILL_GRACE_S = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(slots=True)
+class Context:
+    """A service process's surroundings, made by ``run_service`` and owned by it."""
+
+    role: Role
+    id: str
+    incarnation: int
+    """``time.time_ns()`` at the process's start: larger in each later process of the same id."""
+    settings: Settings
+    effective: Effective
+    run_dir: Path
+    net: Net
+    """Give it to every link."""
+    registry: CollectorRegistry
+    log: FilteringBoundLogger
+    metrics_url: str = ""
+    """Where this process's metrics are served; for ``Hello.metrics``."""
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+
+    def ready(self) -> None:
+        """Tell systemd, if it asked, that the service now serves."""
+        sd_notify("READY=1")
+        self.log.info("service.ready")
+
+
+def run_service(
+    role: Role, main: Callable[[Context], Awaitable[None]], argv: Sequence[str] | None = None
+) -> NoReturn:
+    """Parse flags, set the process up, run ``main`` and exit with an ``ExitCode``."""
+    incarnation = time.time_ns()
+    flags = _parse(role, sys.argv[1:] if argv is None else argv)
+    if flags.parent_pid:
+        _die_with(flags.parent_pid)
+    try:
+        effective = load(flags.config, dict(flags.set), os.environ)
+        run_dir = create_run_dir(effective.settings)
+        held = claim(run_dir, flags.id)
+    except (ConfigError, RunDirError) as error:
+        # What logs should look like is not known before the configuration is.
+        print(f"{role}: {error}", file=sys.stderr)
+        running = isinstance(error, AlreadyRunning)
+        raise SystemExit(ExitCode.ALREADY_RUNNING if running else ExitCode.CANNOT_SERVE) from None
+    logs.configure(effective.settings.logs)
+    log = structlog.get_logger("service").bind(role=role, id=flags.id)
+    with held:
+        code = _run(role, flags.id, incarnation, effective, run_dir, log, main)
+    sys.stderr.flush()
+    raise SystemExit(code)
+
+
+def _run(
+    role: Role,
+    id: str,  # noqa: A002
+    incarnation: int,
+    effective: Effective,
+    run_dir: Path,
+    log: FilteringBoundLogger,
+    main: Callable[[Context], Awaitable[None]],
+) -> ExitCode:
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(role, id, incarnation, effective, run_dir, log, main))
+    except CannotServe as error:
+        log.error("service.cannot_serve", reason=str(error))  # noqa: TRY400 - no bug, no traceback
+        return error.exit_code
+    except LinkError as error:
+        log.error("service.cannot_serve", reason=str(error))  # noqa: TRY400
+        return ExitCode.CANNOT_SERVE
+    except ActorCrashed as error:
+        log.error("service.crashed", reason=str(error))  # noqa: TRY400 - the supervisor logged it
+        return ExitCode.CRASHED
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        log.error("service.stop_forced", grace_s=STOP_GRACE_S)  # noqa: TRY400
+        return ExitCode.CRASHED
+    except Exception:
+        log.exception("service.crashed")
+        return ExitCode.CRASHED
+    log.info("service.stopped")
+    return ExitCode.OK
+
+
+async def _serve(
+    role: Role,
+    id: str,  # noqa: A002
+    incarnation: int,
+    effective: Effective,
+    run_dir: Path,
+    log: FilteringBoundLogger,
+    main: Callable[[Context], Awaitable[None]],
+) -> None:
+    settings = effective.settings
+    registry = metrics.new_registry()
+    async with AsyncExitStack() as stack:
+        net = Net()
+        stack.callback(net.close)
+        metrics_url = ""
+        # The gateway shows its own page at /metrics.
+        if settings.metrics.enabled and role != "gateway":
+            server = await metrics.serve(registry, settings.metrics.host)
+            stack.push_async_callback(server.close)
+            metrics_url = server.url
+        ctx = Context(
+            role=role,
+            id=id,
+            incarnation=incarnation,
+            settings=settings,
+            effective=effective,
+            run_dir=run_dir,
+            net=net,
+            registry=registry,
+            log=log,
+            metrics_url=metrics_url,
+        )
+        served = asyncio.ensure_future(main(ctx))
+        stop = _Stop(ctx, served)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.on_signal)
+        log.info("service.started", pid=ctx.pid, incarnation=incarnation, metrics=metrics_url)
+        # What was imported lives as long as the process: spare the collector looking at it again.
+        gc.collect()
+        gc.freeze()
+        try:
+            await served
+        finally:
+            _end_in(KILL_GRACE_S)
+
+
+class _Stop:
+    """From a signal to the end of the process, whatever ``main`` does."""
+
+    def __init__(self, ctx: Context, served: asyncio.Future[None]) -> None:
+        self._ctx = ctx
+        self._served = served
+
+    def on_signal(self) -> None:
+        if self._ctx.stopping.is_set():
+            self._served.cancel()
+            return
+        self._ctx.stopping.set()
+        asyncio.get_running_loop().call_later(STOP_GRACE_S, self._served.cancel)
+        _end_in(STOP_GRACE_S + KILL_GRACE_S)
+        self._ctx.log.info("service.stopping")
+        sd_notify("STOPPING=1")
+
+
+def _end_in(delay_s: float) -> None:
+    """End the process then, unless it has ended by itself.
+
+    The event loop, or a thread that is joined at exit, may hang: only another thread helps.
+    """
+    last = threading.Timer(delay_s, os._exit, [ExitCode.CRASHED])
+    last.daemon = True
+    last.start()
+
+
+def _parse(role: Role, argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"moemesh {role}", description=f"moemesh {role} service")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of the mesh")
+    parser.add_argument(
+        "--id",
+        type=_id,
+        default="planner" if role == "planner" else f"{role}-0",
+        help="name of this process in the mesh (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--set",
+        type=_assignment,
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one setting; may be repeated",
+    )
+    parser.add_argument(
+        "--parent-pid", type=int, default=0, metavar="PID", help="stop when this process ends"
+    )
+    return parser.parse_args(argv)
+
+
+def _id(text: str) -> str:
+    if not 0 < len(text) <= 40 or not all(c.isascii() and (c.isalnum() or c in "-_") for c in text):
+        raise argparse.ArgumentTypeError("expected 1 to 40 letters, digits, '-' or '_'")
+    return text
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected SECTION.KEY=VALUE")
+    return key.strip(), value.strip()
+
+
+def _die_with(parent_pid: int) -> None:
+    """Have the kernel send SIGTERM when the launcher's thread that started us ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:  # it ended before we asked
+        raise SystemExit(ExitCode.OK)
+
+
+def sd_notify(state: str) -> None:
+    """Tell systemd a state, as its notify protocol says; do nothing without systemd."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    if address[0] == "@":
+        address = "\0" + address[1:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as link:
+        try:
+            link.connect(address)
+            link.sendall(state.encode())
+        except OSError as error:
+            structlog.get_logger("service").warning("systemd.unreachable", error=str(error))

@@ -1,0 +1,1 @@
+"""Attention kinds. ``core`` reads the paged cache; ``mla`` and ``gqa`` project around it."""

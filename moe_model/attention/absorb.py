@@ -1,0 +1,145 @@
+"""Absorbing latent attention's up-projection into its neighbours.
+
+``kv_b`` expands a latent into a key and a value per head. Since ``q . (U c) = (U^T q) . c``, its
+key half can act on the query and its value half on the attention's output, and the cache never
+leaves latent form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from ep_kernels.packed import Kind, PackedLinear, is_dispatch_bound, pack_linear
+
+from moe_model.architecture import MlaSpec, RopeSpec
+from moe_model.rope import pair_order
+
+
+class Absorption(Protocol):
+    """Both halves of ``kv_b`` at work."""
+
+    def absorb(self, q: torch.Tensor) -> torch.Tensor:
+        """``[n, heads, query head]`` -> ``[n, heads, latent + rotary]``."""
+
+    def expand(self, latents: torch.Tensor) -> torch.Tensor:
+        """``[n, heads, latent]`` -> ``[n, what the output projection reads]``."""
+
+
+class Folded:
+    """The neighbours' matrices already contain ``kv_b`` (see ``fold_query``, ``fold_output``)."""
+
+    def absorb(self, q: torch.Tensor) -> torch.Tensor:
+        return q
+
+    def expand(self, latents: torch.Tensor) -> torch.Tensor:
+        return latents.flatten(1)
+
+
+class Batched:
+    """One batched product over the heads each way."""
+
+    def __init__(self, matrices: LatentMatrices) -> None:
+        self._nope = matrices.key_up.shape[1]
+        self._key_up = matrices.key_up.float().contiguous()  # [heads, nope, latent]
+        self._value_down = matrices.value_up.float().transpose(1, 2).contiguous()
+
+    def absorb(self, q: torch.Tensor) -> torch.Tensor:
+        latents = torch.bmm(q[..., : self._nope].transpose(0, 1), self._key_up)
+        return torch.cat((latents.transpose(0, 1), q[..., self._nope :]), 2)
+
+    def expand(self, latents: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(latents.transpose(0, 1), self._value_down).transpose(0, 1).flatten(1)
+
+
+class PerHead:
+    """One exact packed matrix a head each way: rows do not depend on their company."""
+
+    def __init__(self, matrices: LatentMatrices, kind: Kind) -> None:
+        self._nope = matrices.key_up.shape[1]
+        self._absorb = [pack_linear(head.t(), kind, exact=True) for head in matrices.key_up]
+        self._expand = [pack_linear(head, kind, exact=True) for head in matrices.value_up]
+
+    def absorb(self, q: torch.Tensor) -> torch.Tensor:
+        latents = _each_head(self._absorb, q[..., : self._nope])
+        return torch.cat((torch.stack(latents, 1), q[..., self._nope :]), 2)
+
+    def expand(self, latents: torch.Tensor) -> torch.Tensor:
+        return torch.cat(_each_head(self._expand, latents), 1)
+
+
+def _each_head(linears: list[PackedLinear], x: torch.Tensor) -> list[torch.Tensor]:
+    return [linear(head.contiguous()) for linear, head in zip(linears, x.unbind(1), strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class LatentMatrices:
+    """A layer's matrices by head, rotary rows in the order that ``moe_model.rope`` turns.
+
+    ``q`` ``[heads, nope + rotary, source]`` (``source``: the query latent, or the hidden state),
+    ``kv_a`` ``[latent + rotary, hidden]``, ``key_up`` ``[heads, nope, latent]``, ``value_up``
+    ``[heads, value, latent]``, ``o`` ``[hidden, heads, value]``.
+    """
+
+    q: torch.Tensor
+    kv_a: torch.Tensor
+    kv_a_bias: torch.Tensor | None
+    key_up: torch.Tensor
+    value_up: torch.Tensor
+    o: torch.Tensor
+
+    def scaled(self, q: torch.Tensor | None, latent: torch.Tensor) -> LatentMatrices:
+        """The same matrices for inputs whose norms leave their scales to them: ``q`` ``[source]``
+        (None: no norm before it) and ``latent`` ``[latent]``.
+        """
+        return replace(
+            self,
+            q=self.q if q is None else self.q * q,
+            key_up=self.key_up * latent,
+            value_up=self.value_up * latent,
+        )
+
+
+def read_matrices(
+    spec: MlaSpec, rope: RopeSpec, weights: dict[str, torch.Tensor]
+) -> LatentMatrices:
+    """Arrange checkpoint tensors, given by the roles of ``moe_model.tensors``."""
+    heads, nope, latent = spec.num_heads, spec.qk_nope_head_dim, spec.kv_lora_rank
+    q = weights["q" if spec.q_lora_rank is None else "q_b"]
+    q = q.view(heads, spec.qk_head_dim, -1)
+    kv_a, bias = weights["kv_a"], weights.get("kv_a_bias")
+    if not rope.interleaved:
+        order = pair_order(spec.qk_rope_head_dim)
+        q = torch.cat([q[:, :nope], q[:, nope:][:, order]], 1)
+        kv_a = torch.cat([kv_a[:latent], kv_a[latent:][order]])
+        bias = None if bias is None else torch.cat([bias[:latent], bias[latent:][order]])
+    key_up, value_up = torch.split_with_sizes(
+        weights["kv_b"].view(heads, -1, latent), [nope, spec.v_head_dim], 1
+    )
+    o = weights["o"].view(-1, heads, spec.v_head_dim)
+    return LatentMatrices(q, kv_a, bias, key_up, value_up, o)
+
+
+def folds(spec: MlaSpec, hidden: int) -> bool:
+    """Whether the matrices with ``kv_b`` folded in are so small that the calls they save are worth
+    more than the work they add.
+    """
+    source = hidden if spec.q_lora_rank is None else spec.q_lora_rank
+    return is_dispatch_bound(spec.num_heads * spec.cache_width, source) and is_dispatch_bound(
+        hidden, spec.num_heads * spec.kv_lora_rank
+    )
+
+
+def fold_query(matrices: LatentMatrices) -> torch.Tensor:
+    """Query projection that absorbs: ``[heads * (latent + rotary), source]`` fp32."""
+    q = matrices.q.double()
+    nope = matrices.key_up.shape[1]
+    absorbed = matrices.key_up.double().transpose(1, 2) @ q[:, :nope]  # [heads, latent, source]
+    return torch.cat([absorbed, q[:, nope:]], 1).flatten(0, 1).float()
+
+
+def fold_output(matrices: LatentMatrices) -> torch.Tensor:
+    """Output projection that expands: ``[hidden, heads * latent]`` fp32."""
+    o = matrices.o.double().transpose(0, 1)  # [heads, hidden, value]
+    return (o @ matrices.value_up.double()).transpose(0, 1).flatten(1).float()

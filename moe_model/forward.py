@@ -1,0 +1,71 @@
+"""The layer loop: the only one, whether the experts are in this process or in a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Protocol
+
+import torch
+
+from moe_model.architecture import ModelSpec
+from moe_model.experts import ExpertClient, Ticket
+from moe_model.kv_cache import KVCache
+from moe_model.plan import StepPlan
+
+
+class LayerModel(Protocol):
+    """What the loop needs of a model; see ``RouterModel``, which others may wrap."""
+
+    spec: ModelSpec
+
+    def embed(self, plan: StepPlan) -> torch.Tensor: ...
+
+    def attend(self, layer: int, h: torch.Tensor, plan: StepPlan, kv: KVCache) -> torch.Tensor: ...
+
+    def dense(self, layer: int, h: torch.Tensor) -> torch.Tensor: ...
+
+    def ffn_input(self, layer: int, h: torch.Tensor) -> torch.Tensor: ...
+
+    def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def shared(self, layer: int, x: torch.Tensor) -> torch.Tensor | None: ...
+
+
+def forward(
+    model: LayerModel, plan: StepPlan, kv: KVCache, experts: ExpertClient
+) -> Generator[Ticket, None, torch.Tensor]:
+    """Run all layers of one micro-batch; writes its tokens to ``kv``.
+
+    Yields a ticket whenever its experts have not answered yet: the caller runs something else and
+    resumes once the ticket is ``done`` (resuming earlier only yields it again). Returns the final
+    hidden states ``[tokens, hidden]``, from which ``model.logits`` makes logits. Errors of the
+    experts pass through; the micro-batch is then lost, its cache rows hold no promise. Create and
+    resume under ``torch.inference_mode``.
+    """
+    moe_layers = frozenset(model.spec.moe_layers)
+    h = model.embed(plan)
+    for layer in range(model.spec.num_layers):
+        h = model.attend(layer, h, plan, kv)
+        if layer not in moe_layers:
+            h = model.dense(layer, h)
+            continue
+        x = model.ffn_input(layer, h)
+        topk_ids, topk_weights = model.route(layer, x)
+        ticket = experts.dispatch(layer, x, topk_ids, topk_weights)
+        shared = model.shared(layer, x)  # computed while the routed experts work
+        if shared is not None:
+            h = shared.add_(h)
+        while not ticket.done:
+            yield ticket
+        h = h.add_(ticket.result())
+    return h
+
+
+def run_to_end(steps: Generator[Ticket, None, torch.Tensor]) -> torch.Tensor:
+    """Drive ``forward`` with experts that answer at once."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            hidden: torch.Tensor = stop.value
+            return hidden

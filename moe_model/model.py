@@ -1,0 +1,239 @@
+"""A router's share of a model: everything but the routed experts.
+
+``RouterModel`` offers a layer's steps one by one; ``moe_model.forward`` strings them together.
+All calls run under ``torch.inference_mode`` on one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from ep_kernels.packed import PackedLinear, pack_linear
+from torch.nn.functional import embedding
+
+from moe_model.architecture import GqaSpec, MlaSpec, ModelSpec
+from moe_model.attention.gqa import GroupedQueryAttention, gqa_turns
+from moe_model.attention.mla import LatentAttention, expand_rule, mla_turns
+from moe_model.checkpoint import Checkpoint
+from moe_model.gate import Gate
+from moe_model.kv_cache import KVCache, row_stride
+from moe_model.layers import Norm, SwiGlu, make_norm
+from moe_model.plan import CacheShape, Chunk, StepPlan, Turns, plan_step
+from moe_model.rope import Rope
+from moe_model.spec import load_spec
+from moe_model.tensors import TensorTable
+
+Weights = Literal["auto", "fp32", "fp16"]
+Attention = LatentAttention | GroupedQueryAttention
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer without its routed experts. ``dense`` or ``gate`` is set, not both."""
+
+    attention_norm: Norm
+    attention: Attention
+    ffn_norm: Norm
+    dense: SwiGlu | None
+    gate: Gate | None
+    shared: SwiGlu | None
+
+
+class RouterModel:
+    """Attention, gates, shared experts, dense layers, embedding and head of one model.
+
+    ``h`` is the residual stream, ``[tokens, hidden]`` fp32. Methods that return a new ``h``
+    never change the one they were given. Made by ``load_router_model``.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layers: Sequence[Layer],
+        table: torch.Tensor,
+        final_norm: Norm,
+        head: PackedLinear,
+        turns: Turns,
+        *,
+        exact: bool,
+    ) -> None:
+        self.spec = spec
+        self.exact = exact
+        self._layers = tuple(layers)
+        self._table = table
+        self._final_norm = final_norm
+        self._head = head
+        self._turns = turns
+        attention = spec.attention
+        self._stride = row_stride(attention.cache_width)
+        self._window = attention.sliding_window if isinstance(attention, GqaSpec) else None
+        self._expand = (
+            expand_rule(attention, spec.hidden_size, exact=exact)
+            if isinstance(attention, MlaSpec)
+            else None
+        )
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """Bytes that one KV block of ``block_size`` tokens takes over all layers."""
+        return 4 * self.spec.num_layers * block_size * self._stride
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """An empty cache of ``num_blocks * kv_bytes_per_block(block_size)`` bytes."""
+        width = self.spec.attention.cache_width
+        return KVCache(self.spec.num_layers, num_blocks, block_size, width)
+
+    def plan(self, chunks: Sequence[Chunk], block_size: int = 16) -> StepPlan:
+        """Everything about a step that its layers share, for a cache of ``block_size``.
+
+        Raises ``ValueError`` for chunks that do not fit the context or their block table.
+        """
+        shape = CacheShape(block_size, self._stride, self._window, self.exact, self._expand)
+        return plan_step(chunks, shape, self.spec.max_context, self._turns)
+
+    def embed(self, plan: StepPlan) -> torch.Tensor:
+        """Token embeddings, the first ``h``."""
+        return embedding(plan.token_ids, self._table).float()
+
+    def attend(self, layer: int, h: torch.Tensor, plan: StepPlan, kv: KVCache) -> torch.Tensor:
+        """``h`` plus attention. Writes the step's rows of ``layer`` to ``kv``.
+
+        Raises ``ValueError`` when ``plan`` was made for another block size.
+        """
+        if plan.block_size != kv.block_size:
+            raise ValueError(
+                f"the step was planned for blocks of {plan.block_size} tokens, "
+                f"the cache has blocks of {kv.block_size}"
+            )
+        parts = self._layers[layer]
+        return parts.attention(parts.attention_norm(h), plan, kv, layer).add_(h)
+
+    def ffn_input(self, layer: int, h: torch.Tensor) -> torch.Tensor:
+        """Normed ``h``: what gate, shared and routed experts of a MoE layer read."""
+        return self._layers[layer].ffn_norm(h)
+
+    def dense(self, layer: int, h: torch.Tensor) -> torch.Tensor:
+        """``h`` plus the FFN of a layer that is no MoE layer."""
+        parts = self._layers[layer]
+        assert parts.dense is not None
+        return parts.dense(parts.ffn_norm(h)).add_(h)
+
+    def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logical experts ``[tokens, k]`` int64, in no particular order, and their weights
+        ``[tokens, k]`` fp32, for ``ffn_input``'s ``x``.
+        """
+        gate = self._layers[layer].gate
+        assert gate is not None
+        return gate(x)
+
+    def shared(self, layer: int, x: torch.Tensor) -> torch.Tensor | None:
+        """The shared expert's output for ``ffn_input``'s ``x``; None when there is none."""
+        shared = self._layers[layer].shared
+        return None if shared is None else shared(x)
+
+    def logits(self, h_rows: torch.Tensor) -> torch.Tensor:
+        """Final hidden states ``[rows, hidden]`` -> ``[rows, vocab]`` fp32."""
+        return self._head(self._final_norm(h_rows))
+
+
+def load_router_model(
+    path: Path,
+    *,
+    weights: Weights = "auto",
+    exact: bool = False,
+    progress: Callable[[float], None] | None = None,
+) -> RouterModel:
+    """Read everything but the routed experts from the checkpoint at ``path``.
+
+    ``weights`` says how matrices are kept (see ``ep_kernels.packed``). With ``exact`` no row's
+    arithmetic depends on the batch, on chunking or on padding; that is slower. ``progress`` is
+    called with the share done, 0 to 1. Raises ``CheckpointError`` before any tensor is converted
+    if one that this process needs is missing or wrong.
+    """
+    spec = load_spec(path)
+    table = TensorTable(spec)
+    report = progress or (lambda _share: None)
+    with Checkpoint(path) as checkpoint, torch.inference_mode():
+        checkpoint.check(table.router())
+        reader = _Reader(checkpoint, table)
+        rope = Rope(spec.rope, spec.max_context)
+        embeddings = reader.owned("embedding")
+        final_norm = make_norm(reader.owned("final_norm"), spec.norm_eps, exact=exact)
+        head = embeddings if spec.tie_word_embeddings else reader.tensor("head")
+        packed_head = pack_linear(head, weights, exact=exact)
+        layers = []
+        for layer in range(spec.num_layers):
+            report(layer / spec.num_layers)
+            layers.append(_load_layer(spec, reader, layer, weights, exact))
+    report(1.0)
+    return RouterModel(
+        spec, layers, embeddings, final_norm, packed_head, _turns(spec, rope), exact=exact
+    )
+
+
+class _Reader:
+    """Tensors by role."""
+
+    def __init__(self, checkpoint: Checkpoint, table: TensorTable) -> None:
+        self.table = table
+        self._checkpoint = checkpoint
+
+    def tensor(self, role: str, layer: int = -1) -> torch.Tensor:
+        """Backed by the file: for matrices, which packing copies."""
+        return self._checkpoint.read(self.table.ref(role, layer))
+
+    def owned(self, role: str, layer: int = -1) -> torch.Tensor:
+        """A copy, for tensors that are kept as they are."""
+        return self.tensor(role, layer).clone()
+
+    def role_map(self, roles: Sequence[str], layer: int) -> dict[str, torch.Tensor]:
+        return {role: self.owned(role, layer) for role in roles}
+
+
+def _load_layer(spec: ModelSpec, reader: _Reader, layer: int, kind: Weights, exact: bool) -> Layer:
+    roles = reader.table.layer_roles(layer)
+
+    def ffn(prefix: str) -> SwiGlu | None:
+        if f"{prefix}_gate" not in roles:
+            return None
+        gate, up, down = (reader.tensor(f"{prefix}_{part}", layer) for part in _FFN_PARTS)
+        return SwiGlu(gate, up, down, kind=kind, exact=exact)
+
+    gate = None
+    if "router" in roles:
+        bias = reader.owned("router_bias", layer) if "router_bias" in roles else None
+        router = reader.tensor("router", layer)
+        gate = Gate(spec.gate, spec.experts_per_token, router, bias, exact=exact)
+    return Layer(
+        attention_norm=make_norm(reader.owned("attention_norm", layer), spec.norm_eps, exact=exact),
+        attention=_load_attention(spec, reader, layer, kind, exact),
+        ffn_norm=make_norm(reader.owned("ffn_norm", layer), spec.norm_eps, exact=exact),
+        dense=ffn("dense"),
+        gate=gate,
+        shared=ffn("shared"),
+    )
+
+
+_FFN_PARTS = ("gate", "up", "down")
+
+
+def _load_attention(
+    spec: ModelSpec, reader: _Reader, layer: int, kind: Weights, exact: bool
+) -> Attention:
+    weights = reader.role_map(reader.table.attention_roles, layer)
+    attention = spec.attention
+    if isinstance(attention, MlaSpec):
+        return LatentAttention(
+            attention, spec.rope, spec.hidden_size, weights, kind=kind, exact=exact
+        )
+    return GroupedQueryAttention(attention, spec.rope, weights, kind=kind, exact=exact)
+
+
+def _turns(spec: ModelSpec, rope: Rope) -> Turns:
+    attention = spec.attention
+    if isinstance(attention, MlaSpec):
+        return mla_turns(attention, rope, spec.hidden_size)
+    return gqa_turns(attention, rope)

@@ -1,0 +1,14 @@
+"""Attention workers: scheduling, KV blocks, attention, gate, dispatch to experts, sampling.
+
+Layers, lowest first (an arrow means "may import")::
+
+    service -> engine -> step -> sampler, microbatch, experts -> routing
+       |         |        |                      |
+       |         +--------+--> scheduler -> sequence -> blocks
+       |         +--> lanes   +--> profile
+       +--> metrics
+
+Pure modules (no asyncio, no clock, no plane): ``blocks``, ``sequence``, ``scheduler``,
+``microbatch``, ``routing``; ``sampler`` is pure on tensors. ``engine`` is the compute thread,
+``service`` the event loop around it.
+"""

@@ -1,0 +1,477 @@
+"""The compute thread: one loop that owns scheduler, model, KV cache and plane.
+
+Other threads hand in commands through a bounded queue and a wake-up; results leave by one
+callback a step. The loop never spins: without work it sleeps in the plane, where an answer, a lost
+lane and a command all wake it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from ep_kernels.plane import RouterPlane
+from structlog.typing import FilteringBoundLogger
+
+from mesh.messages import Delta, FinishReason, Load, Logprob, Rejected, Submit, View
+from mesh.settings import RouterSettings
+from moe_model.model import RouterModel
+from router_svc.blocks import BlockManager
+from router_svc.experts import MeshExperts, Tally
+from router_svc.lanes import Lanes
+from router_svc.profile import Times
+from router_svc.scheduler import InadmissibleError, Outcome, Scheduler
+from router_svc.sequence import Sequence, stop_ids
+from router_svc.step import StepResult, StepRunner
+
+_MAX_COMMANDS = 8192
+_IDLE_WAIT_S = 5.0
+_RETRY_AFTER_S = 1.0
+_KV_SEQUENCES = 16
+_KV_MOST_BYTES = 1 << 30
+
+
+class EngineBusyError(Exception):
+    """The command queue is full: the compute thread does not keep up. Nothing was queued."""
+
+
+class _StoppedError(Exception):
+    """``stop`` was called while a step waited for experts."""
+
+
+class EngineState(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine was doing after its last step; replaced as a whole, read by any thread."""
+
+    step: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_free: int = 0
+    lane_slots_in_use: int = 0
+    epoch: int = 0
+    unserved: str = "no placement has come from the planner"
+    """Why it cannot run a token now, or empty."""
+    lanes: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+    def load(self) -> Load:
+        return Load(
+            step=self.step,
+            running=self.running,
+            waiting=self.waiting,
+            kv_blocks_total=self.kv_blocks_total,
+            kv_blocks_free=self.kv_blocks_free,
+            lane_slots_in_use=self.lane_slots_in_use,
+            epoch=self.epoch,
+        )
+
+
+@dataclass(slots=True)
+class Results:
+    """What the engine has to say to gateways after a step."""
+
+    step: int
+    deltas: dict[bytes, list[Delta]] = field(default_factory=dict)
+    """Gateway -> what it gets."""
+    rejected: list[tuple[bytes, Rejected]] = field(default_factory=list)
+
+    def add(self, owner: bytes, delta: Delta) -> None:
+        self.deltas.setdefault(owner, []).append(delta)
+
+
+@dataclass(frozen=True, slots=True)
+class _Submission:
+    owner: bytes
+    submit: Submit
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancellation:
+    requests: tuple[str, ...]
+    owner: bytes | None = None
+    """Instead of requests: everything of this gateway."""
+
+
+def kv_cache_blocks(model: RouterModel, settings: RouterSettings) -> int:
+    """Blocks of the KV cache: what ``router.kv_cache_bytes`` holds or, where that is 0, room for
+    16 sequences of full length within 1 GiB; never less than one such sequence needs.
+    """
+    block_bytes = model.kv_bytes_per_block(settings.block_size)
+    full = -(-model.spec.max_context // settings.block_size)
+    if settings.kv_cache_bytes:
+        return max(1, settings.kv_cache_bytes // block_bytes)
+    return max(full, min(_KV_SEQUENCES * full, _KV_MOST_BYTES // block_bytes))
+
+
+class Engine:
+    """Runs sequences. ``run`` is the compute thread's body; the methods above it may be called
+    from any thread.
+    """
+
+    def __init__(
+        self,
+        model: RouterModel,
+        plane: RouterPlane,
+        settings: RouterSettings,
+        *,
+        exact: bool,
+        deliver: Callable[[Results], None],
+        changed: Callable[[], None],
+        log: FilteringBoundLogger,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``deliver`` gets each step's results and ``changed`` is called when ``state.unserved``
+        changed, both on the compute thread: they must hand over and return. ``exact`` must be
+        that of the model and the lanes.
+        """
+        spec = model.spec
+        self._plane = plane
+        self._settings = settings
+        self._deliver = deliver
+        self._changed = changed
+        self._log = log
+        self._clock = clock
+        self._eos_token_ids = spec.eos_token_ids
+        self._vocab_size = spec.vocab_size
+        self.times = Times()
+        self._commands: deque[_Submission | _Cancellation] = deque()
+        self._new_view: View | None = None
+        self._stopping = False
+        self._results = Results(0)
+        self._lanes = Lanes(plane, clock, log)
+        self._view: View | None = None
+        self._unserved = EngineState().unserved
+        self._experts = MeshExperts(
+            plane,
+            num_experts=spec.num_experts,
+            moe_layers=spec.moe_layers,
+            capacity_tokens=settings.capacity_tokens,
+            exact=exact,
+            timeout_s=settings.expert_timeout_s,
+            clock=clock,
+            times=self.times,
+        )
+        blocks = kv_cache_blocks(model, settings)
+        self._scheduler = Scheduler(
+            BlockManager(blocks, settings.block_size, prefix_cache=settings.prefix_cache),
+            max_step_tokens=settings.max_step_tokens,
+            max_running=settings.max_running,
+            max_waiting=settings.max_waiting,
+            max_context=spec.max_context,
+        )
+        self._runner = StepRunner(
+            model,
+            model.new_kv_cache(blocks, settings.block_size),
+            self._experts,
+            micro_batches=settings.micro_batches,
+            pump=self._pump,
+            wait=self._wait_for_experts,
+            times=self.times,
+            log=log,
+        )
+        self.state = EngineState(kv_blocks_total=blocks, kv_blocks_free=blocks)
+
+    # -------------------------------------------------------------- any thread
+
+    def submit(self, owner: bytes, submit: Submit) -> None:
+        """Queue a sequence for a gateway; raises ``EngineBusyError``."""
+        if len(self._commands) >= _MAX_COMMANDS:
+            raise EngineBusyError
+        deadline = float("inf")
+        if submit.deadline_ms:
+            deadline = self._clock() + submit.deadline_ms / 1000
+        self._commands.append(_Submission(owner, submit, deadline))
+        self._plane.wake()
+
+    def cancel(self, requests: tuple[str, ...]) -> None:
+        """End sequences at the next step and free their blocks. Unknown ones are ignored."""
+        self._commands.append(_Cancellation(requests))
+        self._plane.wake()
+
+    def cancel_all_of(self, owner: bytes) -> None:
+        """End all sequences of a gateway at the next step."""
+        self._commands.append(_Cancellation((), owner))
+        self._plane.wake()
+
+    def set_view(self, view: View) -> None:
+        """Use a newer view of the mesh, as soon as the thread gets to it."""
+        self._new_view = view
+        self._plane.wake()
+
+    def stop(self) -> None:
+        """Make ``run`` return soon; sequences that have not finished end as cancelled."""
+        self._stopping = True
+        self._plane.wake()
+
+    def expert_counts(self) -> npt.NDArray[np.int64]:
+        """Tokens sent to each expert since start, ``[moe layers, experts]``; a copy."""
+        return self._experts.counts.copy()
+
+    @property
+    def tally(self) -> Tally:
+        """What was sent to experts since start; read by any thread."""
+        return self._experts.tally
+
+    # -------------------------------------------------------------- the compute thread
+
+    def run(self) -> None:
+        """Serve until ``stop``, then end what is left as cancelled and close the plane. An
+        exception out of here is a bug: the process should end.
+        """
+        torch.set_num_threads(self._settings.threads)
+        with torch.inference_mode():
+            try:
+                while not self._stopping:
+                    self._turn()
+            except _StoppedError:
+                pass
+        for sequence in tuple(self._scheduler):
+            self._scheduler.drop(sequence.request)
+            self._end(sequence, "cancelled")
+        self._hand_over()
+        self._plane.close()
+
+    def _turn(self) -> None:
+        self._take_commands()
+        self._expire()
+        self._tend_lanes()
+        if len(self._scheduler):
+            self._step()
+        else:
+            self._hand_over()
+            self._plane.wait(min(self._lanes.next_try_s(), _IDLE_WAIT_S))
+            self._pump()
+
+    def _step(self) -> None:
+        started = perf_counter_ns()
+        scheduler, results = self._scheduler, self._results
+        self._experts.step += 1
+        work = scheduler.schedule()
+        for sequence in work.preempted:
+            self._log.info("sequence.preempted", trace=sequence.trace, request=sequence.request)
+        outcome = self._runner.run(work.chunks)
+        for request, reason in outcome.failed.items():
+            failed = scheduler.drop(request)
+            if failed is not None:
+                self._end(failed, "error", reason)
+        for done in scheduler.finish_step(work, outcome.drawn):
+            results.add(done.sequence.owner, self._delta(done, outcome))
+        self.times.steps += 1
+        self._hand_over()
+        self.times.step_ns += perf_counter_ns() - started
+
+    def _delta(self, done: Outcome, outcome: StepResult) -> Delta:
+        sequence = done.sequence
+        logprobs: tuple[Logprob, ...] = ()
+        if outcome.logprobs and done.token is not None:
+            logprob = outcome.logprobs.get(sequence.request)
+            logprobs = () if logprob is None else (logprob,)
+        tokens = () if done.token is None else (done.token,)
+        if sequence.started:
+            return Delta(
+                request=sequence.request,
+                tokens=tokens,
+                logprobs=logprobs,
+                finish=done.finish,
+                stop_token=done.stop_token,
+            )
+        sequence.started = True
+        return Delta(
+            request=sequence.request,
+            tokens=tokens,
+            logprobs=logprobs,
+            prompt_logprobs=tuple(sequence.prompt_logprobs),
+            finish=done.finish,
+            stop_token=done.stop_token,
+            cached_tokens=sequence.cached_tokens,
+        )
+
+    def _end(self, sequence: Sequence, finish: FinishReason, reason: str = "") -> None:
+        """Tell the gateway of a sequence that ended without a token; it is dropped already."""
+        if finish == "error":
+            self._log.warning(
+                "sequence.failed", trace=sequence.trace, request=sequence.request, reason=reason
+            )
+        self._results.add(
+            sequence.owner, Delta(request=sequence.request, finish=finish, error=reason)
+        )
+
+    def _hand_over(self) -> None:
+        """Publish the state and deliver what there is for gateways."""
+        scheduler = self._scheduler
+        self.state = EngineState(
+            step=self._experts.step,
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            kv_blocks_total=scheduler.blocks.num_blocks,
+            kv_blocks_free=scheduler.blocks.num_free,
+            lane_slots_in_use=self._plane.in_flight(),
+            epoch=self._experts.epoch,
+            unserved=self._unserved,
+            lanes=len(self._plane.peers()),
+            preemptions=scheduler.num_preemptions,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+        )
+        results = self._results
+        if results.deltas or results.rejected:
+            results.step = self._experts.step
+            self._results = Results(0)
+            self._deliver(results)
+
+    # -------------------------------------------------------------- commands
+
+    def _take_commands(self) -> None:
+        self._take_view()
+        while self._commands:
+            command = self._commands.popleft()
+            if isinstance(command, _Submission):
+                self._start(command)
+            else:
+                self._cancel(command)
+
+    def _start(self, command: _Submission) -> None:
+        submit = command.submit
+        sequence = Sequence(
+            request=submit.request,
+            owner=command.owner,
+            trace=submit.trace,
+            prompt_len=len(submit.prompt),
+            tokens=[*submit.prompt, *submit.output],
+            sampling=submit.sampling,
+            stop_ids=stop_ids(submit.sampling, self._eos_token_ids),
+            priority=submit.priority,
+            deadline=command.deadline,
+        )
+        try:
+            self._check_token_ids(sequence)
+            self._scheduler.add(sequence)
+        except InadmissibleError as error:
+            self._log.info("sequence.rejected", trace=submit.trace, reason=error.reason)
+            retry_after_s = _RETRY_AFTER_S if error.retry else 0.0
+            self._results.rejected.append(
+                (
+                    command.owner,
+                    Rejected(
+                        request=submit.request, reason=error.reason, retry_after_s=retry_after_s
+                    ),
+                )
+            )
+        else:
+            self._log.info(
+                "sequence.queued",
+                trace=submit.trace,
+                request=submit.request,
+                prompt_tokens=len(submit.prompt),
+                output_tokens=len(submit.output),
+            )
+
+    def _check_token_ids(self, sequence: Sequence) -> None:
+        """Numbers from a gateway index tensors here; one out of range must not end a batch."""
+        sampling = sequence.sampling
+        ids: SequenceOf[int] = (
+            *sequence.tokens,
+            *sampling.stop_token_ids,
+            *(token for token, _bias in sampling.logit_bias),
+        )
+        if ids and not (min(ids) >= 0 and max(ids) < self._vocab_size):
+            wrong = next(token for token in ids if not 0 <= token < self._vocab_size)
+            raise InadmissibleError(
+                f"token id {wrong} is not in the vocabulary of {self._vocab_size}", retry=False
+            )
+
+    def _cancel(self, command: _Cancellation) -> None:
+        requests: SequenceOf[str] = command.requests
+        if command.owner is not None:
+            requests = [s.request for s in self._scheduler if s.owner == command.owner]
+        for request in requests:
+            sequence = self._scheduler.drop(request)
+            if sequence is not None:
+                self._log.info("sequence.cancelled", trace=sequence.trace, request=request)
+                self._end(sequence, "cancelled")
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for sequence in [s for s in self._scheduler if s.deadline <= now]:
+            self._scheduler.drop(sequence.request)
+            self._end(sequence, "error", "the request took longer than its deadline")
+
+    # -------------------------------------------------------------- the mesh
+
+    def _take_view(self) -> None:
+        view = self._new_view
+        if view is None:
+            return
+        self._new_view = None
+        self._view = view
+        closed = self._lanes.want(view.members)
+        self._route(closed)
+
+    def _tend_lanes(self) -> None:
+        if self._lanes.tend(busy=len(self._scheduler) > 0):
+            self._route([])
+
+    def _pump(self) -> None:
+        """Let tickets take what has arrived, and follow changes of the mesh meanwhile."""
+        lost = self._experts.pump()
+        if lost:
+            for lane in lost:
+                self._log.warning("lane.lost", peer=lane.peer, reason=lane.reason)
+                self._lanes.lost(lane.peer)
+            self._route([lane.peer for lane in lost])
+        if self._new_view is not None:
+            self._take_view()
+
+    def _wait_for_experts(self) -> None:
+        """A step's micro-batches all wait. Lanes are tended meanwhile, since what they wait for may
+        be an expert whose worker has just come back.
+        """
+        if self._stopping:
+            raise _StoppedError
+        retry_s = self._experts.next_retry_s(_IDLE_WAIT_S)
+        if self._experts.parked:
+            self._tend_lanes()
+            retry_s = min(retry_s, self._lanes.next_try_s())
+        self._plane.wait(retry_s)
+
+    def _route(self, gone: list[str]) -> None:
+        """Route by the newest placement and the lanes as they are; send again what was under way
+        to ``gone`` peers.
+        """
+        view = self._view
+        if view is not None and view.placement is not None:
+            placement = view.placement
+            if placement.epoch >= self._experts.epoch:
+                self._experts.route_by(placement, self._lanes.serving())
+        for peer in gone:
+            self._experts.lane_lost(peer)
+        unserved = self._describe_unserved()
+        if unserved != self._unserved:
+            self._unserved = unserved
+            self._hand_over()
+            self._changed()
+
+    def _describe_unserved(self) -> str:
+        missing = self._experts.unserved
+        if not missing:
+            return ""
+        view = self._view
+        if view is None or view.placement is None:
+            return EngineState().unserved
+        serving = self._lanes.serving()
+        absent = [rank for rank in view.placement.ranks if rank not in serving]
+        experts = sum(len(experts) for experts in missing.values())
+        return f"{experts} experts have no worker with a lane to this router" + (
+            f"; not serving: {', '.join(absent)}" if absent else ""
+        )

@@ -1,0 +1,415 @@
+"""The mesh as an expert client: dispatch to expert ranks, gather, send again what went astray.
+
+``MeshExperts`` implements ``moe_model.experts.ExpertClient`` over a ``RouterPlane``. A dispatch
+becomes *pieces*, one message to one rank each. A piece is on its way, queued behind a full ring,
+or parked because nobody serves its experts; it comes back as an answer, or is routed again when
+its lane dies or the worker answers ``STALE``. The ticket keeps the layer's input until then, so
+nothing is lost with a lane.
+
+The order in which answers are added is that of the pieces, not of their arrival; so the same
+placement gives the same bits. One thread calls everything here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+
+import numpy as np
+import torch
+from ep_kernels.plane import Answer, AnswerStatus, FloatArray, LaneLost, Part, RouterPlane
+
+from mesh.messages import Placement
+from moe_model.experts import combine_rows
+from router_svc.profile import Times
+from router_svc.routing import NOWHERE, Index, RouteTable, split
+
+_STALE_RETRY_S = 0.02
+"""Pause before a stale part goes out again when no newer placement has come: the worker may be
+about to finish loading what it was told to."""
+
+
+class ExpertsUnavailableError(Exception):
+    """Nobody served some experts for ``expert_timeout_s``; the micro-batch cannot go on.
+
+    Its requests fail; the engine and the other micro-batches go on.
+    """
+
+    def __init__(self, layer: int, experts: tuple[int, ...], waited_s: float) -> None:
+        super().__init__(
+            f"no expert worker served experts {list(experts)} of layer {layer} for {waited_s:.0f} s"
+        )
+        self.layer = layer
+        self.experts = experts
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """One message to one rank."""
+
+    ticket: MeshTicket
+    peer: str
+    part: Part
+    pairs: Index
+    since: float | None
+    """When its pairs were first sent again or parked, if they were."""
+    answer: Answer | None = None
+    copied: torch.Tensor | None = None
+    """The answer's rows once its ring slot had to be freed early."""
+
+    @property
+    def rows(self) -> torch.Tensor:
+        if self.copied is not None:
+            return self.copied
+        assert self.answer is not None, "combined before it was answered"
+        return self.answer.out
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    """Pairs that nobody serves now."""
+
+    ticket: MeshTicket
+    pairs: Index
+    since: float
+    retry_at: float
+
+
+@dataclass(slots=True, eq=False)
+class MeshTicket:
+    """One dispatch on its way. ``done`` once ``result`` will not have to wait."""
+
+    experts: MeshExperts
+    layer: int
+    x: torch.Tensor
+    ids: Index
+    weights: FloatArray
+    """Logical expert and gate weight of each pair; pair ``token * top_k + choice``."""
+    top_k: int
+    sent_ns: int
+    pieces: list[_Piece] = field(default_factory=list)
+    missing: int = 0
+    """Pieces unanswered and sets of pairs parked."""
+    error: ExpertsUnavailableError | None = None
+
+    @property
+    def done(self) -> bool:
+        return not self.missing or self.error is not None
+
+    def result(self) -> torch.Tensor:
+        """The routed experts' weighted sum ``[tokens, hidden]`` fp32. Call once, when ``done``;
+        raises ``ExpertsUnavailableError``.
+        """
+        return self.experts.combine(self)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts since start."""
+
+    dispatches: int = 0
+    messages: int = 0
+    stale: int = 0
+    resent: int = 0
+    """Pairs sent again after a lost lane or a stale answer."""
+    away_ns: int = 0
+    """Sum over dispatches of the time from the dispatch until all answers were seen."""
+
+
+class MeshExperts:
+    """All expert ranks of the mesh behind one ``dispatch``."""
+
+    def __init__(
+        self,
+        plane: RouterPlane,
+        *,
+        num_experts: int,
+        moe_layers: tuple[int, ...],
+        capacity_tokens: int,
+        exact: bool,
+        timeout_s: float,
+        clock: Callable[[], float],
+        times: Times,
+    ) -> None:
+        """``timeout_s``: how long pairs may be parked. ``clock``: monotonic seconds."""
+        self._plane = plane
+        self._num_experts = num_experts
+        self._moe_layers = moe_layers
+        self._layer_index = {layer: index for index, layer in enumerate(moe_layers)}
+        self._capacity_tokens = capacity_tokens
+        self._exact = exact
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._times = times
+        self._routes = RouteTable(
+            Placement(
+                epoch=0,
+                moe_layers=(),
+                num_experts=num_experts,
+                ranks=(),
+                slots_per_rank=(),
+                physical_to_logical=(),
+            ),
+            (),
+        )
+        self._in_flight: dict[str, dict[int, _Piece]] = {}
+        self._queued: dict[str, deque[_Piece]] = {}
+        self._parked: list[_Parked] = []
+        self.counts = np.zeros((len(moe_layers), num_experts), dtype=np.int64)
+        """Tokens sent to each logical expert of each MoE layer since start."""
+        self.step = 0
+        """Written into headers; the engine counts it."""
+        self.tally = Tally()
+
+    @property
+    def epoch(self) -> int:
+        return self._routes.placement.epoch
+
+    @property
+    def unserved(self) -> dict[int, tuple[int, ...]]:
+        """MoE layer -> experts that no rank serves now. All of them before the first placement."""
+        if not self._routes.placement.ranks:
+            return dict.fromkeys(self._moe_layers, tuple(range(self._num_experts)))
+        return self._routes.unserved
+
+    @property
+    def parked(self) -> bool:
+        """Whether some pairs wait for a worker that serves their experts."""
+        return bool(self._parked)
+
+    def route_by(self, placement: Placement, serving: Collection[str]) -> None:
+        """Use a placement and the ranks that serve it from the next dispatch on, and send what
+        was parked.
+        """
+        self._routes = RouteTable(placement, serving)
+        parked, self._parked = self._parked, []
+        for item in parked:
+            self._send_parked(item)
+
+    def lane_lost(self, peer: str) -> None:
+        """Route everything again that was under way to ``peer``. Call ``route_by`` first."""
+        pieces = [*self._in_flight.pop(peer, {}).values(), *self._queued.pop(peer, ())]
+        for piece in pieces:
+            self._send_again(piece)
+
+    def dispatch(
+        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> MeshTicket:
+        """Send each token to its experts' ranks. ``x`` ``[tokens, hidden]`` fp32 must not change
+        until the ticket's ``result``; ids and weights are ``[tokens, top_k]``.
+        """
+        started = perf_counter_ns()
+        ids = topk_ids.numpy().reshape(-1)
+        weights = topk_weights.numpy().reshape(-1)
+        ticket = MeshTicket(self, layer, x, ids, weights, topk_ids.shape[1], started)
+        self.counts[self._layer_index[layer]] += np.bincount(ids, minlength=self._num_experts)
+        if ids.size:
+            self._send_pairs(ticket, None, None)
+        self.tally.dispatches += 1
+        self._times.send_ns += perf_counter_ns() - started
+        return ticket
+
+    def pump(self) -> list[LaneLost]:
+        """Take what has arrived, send what was queued, fail what waited too long. Never blocks.
+
+        Returns the lanes found lost: the caller updates ``route_by`` and calls ``lane_lost``.
+        """
+        for answer in self._plane.poll():
+            self._take(answer)
+        if self._queued:
+            self._send_queued()
+        if self._parked:
+            self._retry_parked()
+        return self._plane.lost()
+
+    def next_retry_s(self, most_s: float) -> float:
+        """Seconds until ``pump`` has something to do by itself, at most ``most_s``."""
+        if not self._parked:
+            return most_s
+        due = min(min(item.retry_at, item.since + self._timeout_s) for item in self._parked)
+        return min(most_s, max(0.001, due - self._clock()))
+
+    def combine(self, ticket: MeshTicket) -> torch.Tensor:
+        """``MeshTicket.result``: add the answers up and free their ring slots."""
+        started = perf_counter_ns()
+        try:
+            if ticket.error is not None:
+                raise ticket.error
+            assert not ticket.missing, "a ticket was combined before its answers came"
+            return self._sum_in_choice_order(ticket) if self._exact else self._sum(ticket)
+        finally:
+            for piece in ticket.pieces:
+                if piece.answer is not None:
+                    self._plane.release(piece.answer)
+                    piece.answer = None
+            self._times.combine_ns += perf_counter_ns() - started
+
+    def _sum(self, ticket: MeshTicket) -> torch.Tensor:
+        """Partial sums ``[n, hidden]`` of each piece -> ``[tokens, hidden]``."""
+        pieces = ticket.pieces
+        tokens = ticket.x.shape[0]
+        if pieces and all(piece.part.rows.shape[0] == tokens for piece in pieces):
+            if len(pieces) == 1:
+                return pieces[0].rows.clone()
+            out = pieces[0].rows + pieces[1].rows
+            for piece in pieces[2:]:
+                out += piece.rows
+            return out
+        out = torch.zeros(ticket.x.shape)
+        for piece in pieces:
+            out.index_add_(0, piece.part.rows, piece.rows)
+        return out
+
+    def _sum_in_choice_order(self, ticket: MeshTicket) -> torch.Tensor:
+        """Unweighted rows ``[pairs, hidden]`` of each piece -> ``[tokens, hidden]``, added in the
+        order of the gate's choices, so that no placement or failure changes a bit.
+        """
+        tokens, hidden = ticket.x.shape
+        rows = torch.empty(tokens * ticket.top_k, hidden)
+        for piece in ticket.pieces:
+            rows[torch.from_numpy(piece.pairs)] = piece.rows
+        weights = torch.from_numpy(ticket.weights)
+        return combine_rows(
+            rows.view(tokens, ticket.top_k, hidden), weights.view(tokens, ticket.top_k)
+        )
+
+    def _send_pairs(self, ticket: MeshTicket, pairs: Index | None, since: float | None) -> None:
+        """Route pairs of a ticket (None: all) and send or park them; ``since`` is when they were
+        first parked, if they were.
+        """
+        routes = self._routes
+        if pairs is None:
+            experts, weights = ticket.ids, ticket.weights
+            token = np.arange(experts.size) // ticket.top_k
+        else:
+            experts, weights = ticket.ids[pairs], ticket.weights[pairs]
+            token = pairs // ticket.top_k
+        if routes.placement.ranks:
+            rank, slot = routes.choose(ticket.layer, experts)
+        else:
+            rank, slot = np.full_like(experts, NOWHERE), np.zeros(experts.size, dtype=np.int32)
+        for share in split(rank, token, self._capacity_tokens):
+            chosen = share.chosen
+            part = Part(
+                self.step,
+                ticket.layer,
+                routes.placement.epoch,
+                ticket.x,
+                torch.from_numpy(share.rows),
+                share.pair_token,
+                slot[chosen],
+                experts[chosen].astype(np.int32),
+                weights[chosen],
+            )
+            peer = routes.ranks[share.rank]
+            piece = _Piece(ticket, peer, part, chosen if pairs is None else pairs[chosen], since)
+            ticket.pieces.append(piece)
+            ticket.missing += 1
+            if peer in self._queued or not self._try_send(piece):
+                self._queued.setdefault(peer, deque()).append(piece)
+        if ticket.layer in routes.unserved or not routes.placement.ranks:
+            nowhere = (rank == NOWHERE).nonzero()[0]
+            if nowhere.size:
+                now = self._clock()
+                self._park(
+                    ticket,
+                    nowhere if pairs is None else pairs[nowhere],
+                    now if since is None else since,
+                    np.inf,
+                )
+
+    def _try_send(self, piece: _Piece) -> bool:
+        """False while the ring is full. A lane that turns out dead parks the piece's pairs."""
+        try:
+            number = self._plane.try_send(piece.peer, piece.part)
+        except LaneLost:
+            self._park_piece(piece)
+            return True
+        if number is None:
+            return False
+        self.tally.messages += 1
+        in_flight = self._in_flight.get(piece.peer)
+        if in_flight is None:
+            in_flight = self._in_flight[piece.peer] = {}
+        in_flight[number] = piece
+        return True
+
+    def _take(self, answer: Answer) -> None:
+        piece = self._in_flight.get(answer.peer, {}).pop(answer.ticket, None)
+        if piece is None:  # sent again since: its lane was given up
+            self._plane.release(answer)
+            return
+        ticket = piece.ticket
+        if ticket.error is not None:
+            self._plane.release(answer)
+        elif answer.status is AnswerStatus.STALE:
+            self._plane.release(answer)
+            self.tally.stale += 1
+            self._send_again(piece)
+        else:
+            if answer.peer in self._queued:
+                # Somebody waits for a ring slot, perhaps this ticket itself.
+                piece.copied = answer.out.clone()
+                self._plane.release(answer)
+            else:
+                piece.answer = answer
+            ticket.missing -= 1
+            if not ticket.missing:
+                self.tally.away_ns += perf_counter_ns() - ticket.sent_ns
+
+    def _send_queued(self) -> None:
+        for peer, queue in tuple(self._queued.items()):
+            while queue and (queue[0].ticket.error is not None or self._try_send(queue[0])):
+                queue.popleft()
+            if not queue:
+                del self._queued[peer]
+
+    def _send_again(self, piece: _Piece) -> None:
+        """Route an unanswered piece's pairs again: at once under another placement than the one
+        they were sent by, else after a pause.
+        """
+        ticket = piece.ticket
+        if ticket.error is not None:
+            return
+        self.tally.resent += piece.pairs.size
+        if piece.part.epoch == self.epoch and piece.peer in self._plane.peers():
+            self._park_piece(piece)
+        else:
+            self._withdraw(piece)
+            since = self._clock() if piece.since is None else piece.since
+            self._send_pairs(ticket, piece.pairs, since)
+
+    def _withdraw(self, piece: _Piece) -> None:
+        piece.ticket.pieces.remove(piece)
+        piece.ticket.missing -= 1
+
+    def _park_piece(self, piece: _Piece) -> None:
+        self._withdraw(piece)
+        now = self._clock()
+        since = now if piece.since is None else piece.since
+        self._park(piece.ticket, piece.pairs, since, now + _STALE_RETRY_S)
+
+    def _park(self, ticket: MeshTicket, pairs: Index, since: float, retry_at: float) -> None:
+        ticket.missing += 1
+        self._parked.append(_Parked(ticket, pairs, since, retry_at))
+
+    def _send_parked(self, item: _Parked) -> None:
+        if item.ticket.error is None:
+            item.ticket.missing -= 1
+            self._send_pairs(item.ticket, item.pairs, item.since)
+
+    def _retry_parked(self) -> None:
+        now = self._clock()
+        parked, self._parked = self._parked, []
+        for item in parked:
+            if now - item.since >= self._timeout_s:
+                experts = tuple(np.unique(item.ticket.ids[item.pairs]).tolist())
+                item.ticket.error = ExpertsUnavailableError(
+                    item.ticket.layer, experts, now - item.since
+                )
+            elif now >= item.retry_at:
+                self._send_parked(item)
+            else:
+                self._parked.append(item)

@@ -1,0 +1,112 @@
+"""Which expert workers this router has lanes to, and when to try those it lacks again.
+
+Belongs to the compute thread, like the plane. Opening a lane is a handshake over a local socket: a
+dead worker refuses at once, only a hung one costs the time-out, which is short while tokens wait
+and comes ever more rarely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ep_kernels.plane import PlaneError, RouterPlane
+from structlog.typing import FilteringBoundLogger
+
+from mesh.messages import Member, MemberState
+
+_BUSY_TIMEOUT_S = 0.1
+_IDLE_TIMEOUT_S = 2.0
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 2.0
+
+_REACHABLE: frozenset[MemberState] = frozenset(
+    {"joining", "loading", "ready", "suspect", "draining"}
+)
+_SERVING: frozenset[MemberState] = frozenset({"ready", "suspect", "draining"})
+"""States in which a worker holds all its slots. A suspect one may only be slow: its lane says so
+when it is dead."""
+
+
+@dataclass(slots=True)
+class _Wanted:
+    member: Member
+    next_try: float = 0.0
+    pause_s: float = _FIRST_PAUSE_S
+
+
+class Lanes:
+    """Keeps the plane's lanes as the newest view wants them."""
+
+    def __init__(
+        self, plane: RouterPlane, clock: Callable[[], float], log: FilteringBoundLogger
+    ) -> None:
+        self._plane = plane
+        self._clock = clock
+        self._log = log
+        self._wanted: dict[str, _Wanted] = {}
+
+    def want(self, members: Iterable[Member]) -> list[str]:
+        """Take the expert workers of a new view. Returns peers whose lane was closed because the
+        worker is gone or another incarnation took its place; their parts are lost.
+        """
+        before = self._wanted
+        self._wanted = {
+            m.id: _Wanted(m) for m in members if m.role == "expert" and m.state in _REACHABLE
+        }
+        for id_, wanted in self._wanted.items():
+            old = before.get(id_)
+            if old is not None and old.member.incarnation == wanted.member.incarnation:
+                wanted.next_try, wanted.pause_s = old.next_try, old.pause_s
+        closed = []
+        for peer, incarnation in self._plane.peers().items():
+            now_wanted = self._wanted.get(peer)
+            if now_wanted is None or now_wanted.member.incarnation != incarnation:
+                self._plane.disconnect(peer)
+                self._log.info("lane.closed", peer=peer, reason="the worker left the mesh")
+                closed.append(peer)
+        return closed
+
+    def tend(self, *, busy: bool) -> bool:
+        """Try the lanes that are missing and due; ``busy`` says that tokens wait meanwhile. True
+        if one was opened.
+        """
+        if self.next_try_s() > 0.0:
+            return False
+        timeout_s = _BUSY_TIMEOUT_S if busy else _IDLE_TIMEOUT_S
+        opened = False
+        up = self._plane.peers()
+        for id_, wanted in self._wanted.items():
+            if id_ in up or self._clock() < wanted.next_try:
+                continue
+            member = wanted.member
+            try:
+                self._plane.connect(id_, member.lanes, member.incarnation, timeout_s)
+            except PlaneError as error:
+                self._log.info("lane.refused", peer=id_, reason=str(error))
+                wanted.next_try = self._clock() + wanted.pause_s
+                wanted.pause_s = min(_LONGEST_PAUSE_S, 2 * wanted.pause_s)
+            else:
+                self._log.info("lane.opened", peer=id_, incarnation=member.incarnation)
+                wanted.next_try, wanted.pause_s = 0.0, _FIRST_PAUSE_S
+                opened = True
+        return opened
+
+    def next_try_s(self) -> float:
+        """Seconds until ``tend`` has something to do; infinite when all lanes stand."""
+        up = self._plane.peers()
+        if len(up) == len(self._wanted):
+            return float("inf")
+        due = min(w.next_try for id_, w in self._wanted.items() if id_ not in up)
+        return max(0.0, due - self._clock())
+
+    def lost(self, peer: str) -> None:
+        """A lane broke: wait a moment before trying it again, since its worker is likely gone."""
+        wanted = self._wanted.get(peer)
+        if wanted is not None:
+            wanted.next_try = self._clock() + wanted.pause_s
+
+    def serving(self) -> set[str]:
+        """Workers that have a lane and hold what the placement says."""
+        up = self._plane.peers()
+        return {id_ for id_, w in self._wanted.items() if id_ in up and w.member.state in _SERVING}

@@ -1,0 +1,74 @@
+"""The router's figures for Prometheus, read from the engine's sums when a page is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mesh.metrics import PREFIX
+from router_svc.engine import Engine
+
+_ACTIVITIES = (
+    "plan",
+    "attention",
+    "gate",
+    "shared",
+    "head",
+    "send",
+    "wait",
+    "combine",
+    "sampling",
+    "python",
+)
+
+
+class RouterCollector(Collector):
+    """Figures of the engine that ``engine()`` gives; none before there is one."""
+
+    def __init__(self, engine: Callable[[], Engine | None]) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterable[Metric]:
+        engine = self._engine()
+        if engine is None:
+            return
+        state, times, tally = engine.state, engine.times, engine.tally
+        total = state.kv_blocks_total
+        for name, text, gauge in (
+            ("num_requests_running", "Sequences that share the steps.", state.running),
+            ("num_requests_waiting", "Sequences queued.", state.waiting),
+            (
+                "kv_cache_usage_perc",
+                "Share of KV blocks that sequences hold, 0 to 1.",
+                (total - state.kv_blocks_free) / total,
+            ),
+            ("router_lanes", "Expert workers with an open lane.", state.lanes),
+            (
+                "router_lane_slots_in_use",
+                "Ring slots in use over all lanes.",
+                state.lane_slots_in_use,
+            ),
+            ("router_placement_epoch", "Epoch of the placement routed by.", state.epoch),
+        ):
+            yield GaugeMetricFamily(f"{PREFIX}_{name}", text, value=float(gauge))
+        for name, text, count in (
+            ("num_preemptions", "Sequences that lost their KV blocks.", state.preemptions),
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", state.prefix_queries),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", state.prefix_hits),
+            ("router_steps", "Engine steps.", times.steps),
+            ("router_tokens", "Tokens computed, prompts and decodes.", times.tokens),
+            ("router_lane_messages", "Parts sent to expert workers.", tally.messages),
+            ("router_stale_parts", "Parts answered stale and sent again.", tally.stale),
+            ("router_resent_pairs", "(token, expert) pairs sent again.", tally.resent),
+        ):
+            yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=float(count))
+        seconds = CounterMetricFamily(
+            f"{PREFIX}_router_thread_seconds",
+            "Where the compute thread's time in steps went.",
+            labels=["activity"],
+        )
+        for activity in _ACTIVITIES:
+            seconds.add_metric([activity], getattr(times, f"{activity}_ns") / 1e9)
+        yield seconds

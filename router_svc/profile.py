@@ -1,0 +1,107 @@
+"""Where the time of engine steps goes, measured on the compute thread at a few dozen points a step.
+
+Computation is split by what the model is asked for; ``send`` routes, copies into lanes and signals;
+``wait`` is the time with nothing to do but await experts, and reading their answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
+
+import torch
+
+from moe_model.kv_cache import KVCache
+from moe_model.model import RouterModel
+from moe_model.plan import Chunk, StepPlan
+
+
+@dataclass(slots=True)
+class Times:
+    """Sums in nanoseconds since start; written by the compute thread alone, read by any."""
+
+    steps: int = 0
+    tokens: int = 0
+    """Tokens computed, prompts and decodes."""
+    step_ns: int = 0
+    """From the choice of a step's chunks until its results are handed over."""
+    plan_ns: int = 0
+    attention_ns: int = 0
+    gate_ns: int = 0
+    """Norm before the experts, and the gate."""
+    shared_ns: int = 0
+    """Shared experts and dense layers."""
+    head_ns: int = 0
+    send_ns: int = 0
+    wait_ns: int = 0
+    combine_ns: int = 0
+    sampling_ns: int = 0
+
+    @property
+    def python_ns(self) -> int:
+        """What is in no other part: scheduling, switching, messages."""
+        own = self.plan_ns + self.attention_side_ns + self.head_ns + self.sampling_ns
+        mesh = self.send_ns + self.wait_ns + self.combine_ns
+        return max(0, self.step_ns - own - mesh)
+
+    @property
+    def attention_side_ns(self) -> int:
+        """All that the router computes for a layer itself."""
+        return self.attention_ns + self.gate_ns + self.shared_ns
+
+
+class TimedModel(RouterModel):
+    """A router's model with a clock beside each call; shares the tensors of ``model``."""
+
+    def __init__(self, model: RouterModel, times: Times) -> None:
+        vars(self).update(vars(model))
+        self._times = times
+
+    def plan(self, chunks: Sequence[Chunk], block_size: int = 16) -> StepPlan:
+        started = perf_counter_ns()
+        plan = super().plan(chunks, block_size)
+        self._times.plan_ns += perf_counter_ns() - started
+        return plan
+
+    def embed(self, plan: StepPlan) -> torch.Tensor:
+        started = perf_counter_ns()
+        h = super().embed(plan)
+        self._times.attention_ns += perf_counter_ns() - started
+        return h
+
+    def attend(self, layer: int, h: torch.Tensor, plan: StepPlan, kv: KVCache) -> torch.Tensor:
+        started = perf_counter_ns()
+        h = super().attend(layer, h, plan, kv)
+        self._times.attention_ns += perf_counter_ns() - started
+        return h
+
+    def ffn_input(self, layer: int, h: torch.Tensor) -> torch.Tensor:
+        started = perf_counter_ns()
+        x = super().ffn_input(layer, h)
+        self._times.gate_ns += perf_counter_ns() - started
+        return x
+
+    def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        started = perf_counter_ns()
+        routed = super().route(layer, x)
+        self._times.gate_ns += perf_counter_ns() - started
+        return routed
+
+    def shared(self, layer: int, x: torch.Tensor) -> torch.Tensor | None:
+        started = perf_counter_ns()
+        out = super().shared(layer, x)
+        self._times.shared_ns += perf_counter_ns() - started
+        return out
+
+    def dense(self, layer: int, h: torch.Tensor) -> torch.Tensor:
+        started = perf_counter_ns()
+        h = super().dense(layer, h)
+        self._times.shared_ns += perf_counter_ns() - started
+        return h
+
+    def logits(self, h_rows: torch.Tensor) -> torch.Tensor:
+        started = perf_counter_ns()
+        out = super().logits(h_rows)
+        self._times.head_ns += perf_counter_ns() - started
+        return out

@@ -1,0 +1,376 @@
+"""The router's process: gateways and planner on the event loop, tokens on the compute thread.
+
+The event loop never waits for the compute thread: requests go in through the engine's bounded
+queue, each step's results come back by one call into the loop. The router calls itself ready once
+a token has gone through the whole mesh, and takes requests from then on; while an expert has no
+worker it says so, and what it has taken waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from ep_kernels.plane import LaneShape, PlaneError
+from ep_kernels.shm.router import ShmRouterPlane
+
+from mesh.links import ServerLink
+from mesh.member import Member, RefusedByPlanner
+from mesh.messages import (
+    Cancel,
+    FromRouter,
+    Hello,
+    Load,
+    LoadReport,
+    Ping,
+    Pong,
+    Rejected,
+    Sampling,
+    Submit,
+    Tokens,
+    ToRouter,
+    View,
+)
+from mesh.metrics import export_link
+from mesh.rundir import planner_address, router_address
+from mesh.service import CannotServe, Context
+from mesh.supervise import Supervisor
+from moe_model.errors import CheckpointError
+from moe_model.model import load_router_model
+from moe_model.shipped import checkpoint_dir
+from moe_model.spec import ModelSpec, load_spec, model_digest
+from router_svc.engine import Engine, EngineBusyError, Results
+from router_svc.metrics import RouterCollector
+
+GATEWAY_SILENT_S = 5.0
+"""A gateway that says nothing for this long has its sequences cancelled."""
+_WATCH_EVERY_S = 1.0
+_REPORT_EVERY_S = 1.0
+_WARM_UP_TIMEOUT_S = 30.0
+_WARM_UP_PAUSE_S = 0.5
+_RETRY_AFTER_S = 1.0
+_RING_SLOTS_PER_MICRO_BATCH = 2
+"""Two, so that a prompt chunk of twice the capacity of a message goes out without waiting."""
+_OWN = b""
+"""Owner of the router's own sequences; ZeroMQ never names a peer so."""
+
+_WIRES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class _AbandonedError(Exception):
+    """The service stopped while it loaded weights."""
+
+
+class Router:
+    """The actors of one router and what they share. Everything here runs on the event loop."""
+
+    def __init__(self, ctx: Context, spec: ModelSpec, digest: str, path: Path) -> None:
+        self._ctx = ctx
+        self._spec = spec
+        self._digest = digest
+        self._path = path
+        self._loop = asyncio.get_running_loop()
+        self._engine: Engine | None = None
+        self._abandoned = False
+        self._warm = False
+        self._heard: dict[bytes, float] = {}  # gateway -> when it last said something
+        self._warm_up_ended: asyncio.Future[str] | None = None
+        self._news = asyncio.Event()
+        """The engine came up or its state changed."""
+        self._link: ServerLink[ToRouter, FromRouter] = ServerLink(
+            ctx.net,
+            router_address(ctx.settings, ctx.id),
+            receives=ToRouter,
+            on_lost=self._gateway_lost,
+        )
+        export_link(ctx.registry, "gateways", self._link)
+        ctx.registry.register(RouterCollector(lambda: self._engine))
+        self._member = Member(
+            ctx.net,
+            planner_address(ctx.settings),
+            hello=self._hello,
+            load=self._load,
+            on_view=self._on_view,
+            log=ctx.log,
+        )
+        self._member.set_state("loading", detail="loading weights", progress=0.0)
+
+    # -------------------------------------------------------------- actors
+
+    async def belong(self) -> None:
+        """Be a member of the mesh. Raises ``RefusedByPlanner``."""
+        await self._member.run()
+
+    async def compute(self) -> None:
+        """Load the model and run the engine until cancelled; a failure ends the service."""
+        threads = self._ctx.settings.router.threads
+        # OpenMP keeps the number of threads per calling thread.
+        with ThreadPoolExecutor(1, "compute", torch.set_num_threads, (threads,)) as pool:
+            try:
+                self._engine = await self._loop.run_in_executor(pool, self._make_engine)
+                if self._member.view is not None:
+                    self._engine.set_view(self._member.view)
+                self._engine_changed()
+                running = self._loop.run_in_executor(pool, self._engine.run)
+                try:
+                    await asyncio.shield(running)
+                finally:
+                    self._engine.stop()
+                    await asyncio.wait([running])  # its last results are delivered by then
+            except CheckpointError as error:
+                raise CannotServe(str(error)) from error
+            finally:
+                self._abandoned = True
+
+    async def warm_up(self) -> None:
+        """Run a token through the mesh, again until it comes back; then the router is ready."""
+        attempt = 0
+        while not self._warm:
+            await self._news.wait()
+            self._news.clear()
+            engine = self._engine
+            if engine is None or engine.state.unserved:
+                continue
+            attempt += 1
+            error = await self._try_token(engine, attempt)
+            if error:
+                self._ctx.log.warning("warm_up.failed", attempt=attempt, reason=error)
+                self._news.set()
+                await asyncio.sleep(_WARM_UP_PAUSE_S)
+            else:
+                self._warm = True
+                self._show_state()
+                self._ctx.ready()
+
+    async def serve(self) -> None:
+        """Take requests from gateways."""
+        while True:
+            gateway, message = await self._link.recv()
+            self._heard[gateway] = self._loop.time()
+            match message:
+                case Submit():
+                    self._submit(gateway, message)
+                case Cancel(requests=requests):
+                    if self._engine is not None:
+                        self._engine.cancel(requests)
+                case Ping():
+                    self._link.send(gateway, self._pong())
+
+    async def watch_gateways(self) -> None:
+        """Cancel what silent gateways asked for."""
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            silent_since = self._loop.time() - GATEWAY_SILENT_S
+            for gateway in [g for g, heard in self._heard.items() if heard < silent_since]:
+                self._gateway_lost(gateway)
+
+    async def report_load(self) -> None:
+        """Tell the planner how many tokens each expert got."""
+        reported = None
+        tokens = 0
+        while True:
+            await asyncio.sleep(_REPORT_EVERY_S)
+            if self._engine is None:
+                continue
+            counts, done = self._engine.expert_counts(), self._engine.times.tokens
+            fresh = counts if reported is None else counts - reported
+            if not fresh.any():
+                continue
+            report = LoadReport(
+                id=self._ctx.id,
+                incarnation=self._ctx.incarnation,
+                counts=tuple(tuple(row) for row in fresh.tolist()),
+                tokens=done - tokens,
+            )
+            if self._member.send(report):
+                reported, tokens = counts, done
+
+    def drain(self) -> None:
+        """Say that no request is taken any more."""
+        self._warm = False
+        self._member.set_state("draining", detail="stopping")
+
+    def close(self) -> None:
+        self._link.close()
+
+    # -------------------------------------------------------------- the engine
+
+    def _make_engine(self) -> Engine:
+        """On the compute thread."""
+        ctx, spec = self._ctx, self._spec
+        settings = ctx.settings.router
+        exact = ctx.settings.model.exact
+        model = load_router_model(
+            self._path,
+            weights=ctx.settings.model.weights,
+            exact=exact,
+            progress=self._load_progress,
+        )
+        micro_batches = 2 if settings.micro_batches == "auto" else int(settings.micro_batches)
+        shape = LaneShape(
+            hidden=spec.hidden_size,
+            top_k=spec.experts_per_token,
+            capacity_tokens=settings.capacity_tokens,
+            ring_slots=_RING_SLOTS_PER_MICRO_BATCH * micro_batches,
+            exact=exact,
+            wire=_WIRES[settings.wire],
+        )
+        try:
+            plane = ShmRouterPlane(ctx.id, ctx.incarnation, shape, self._digest)
+        except PlaneError as error:
+            raise CannotServe(str(error)) from error
+        return Engine(
+            model,
+            plane,
+            settings,
+            exact=exact,
+            deliver=lambda results: self._in_loop(self._deliver, results),
+            changed=lambda: self._in_loop(self._engine_changed),
+            log=ctx.log,
+        )
+
+    def _load_progress(self, share: float) -> None:
+        """On the compute thread."""
+        if self._abandoned:
+            raise _AbandonedError
+        self._in_loop(self._progressed, share)
+
+    def _in_loop(self, call: Callable[..., None], *args: object) -> None:
+        """From the compute thread."""
+        self._loop.call_soon_threadsafe(call, *args)
+
+    def _progressed(self, share: float) -> None:
+        if self._engine is None:
+            self._member.set_state("loading", detail="loading weights", progress=share)
+
+    def _deliver(self, results: Results) -> None:
+        for gateway, deltas in results.deltas.items():
+            if gateway == _OWN:
+                for delta in deltas:
+                    if delta.finish is not None:
+                        self._warmed_up(delta.error)
+            elif not self._link.send(gateway, Tokens(step=results.step, deltas=tuple(deltas))):
+                self._gateway_lost(gateway)
+        for gateway, rejected in results.rejected:
+            if gateway == _OWN:
+                self._warmed_up(rejected.reason)
+            else:
+                self._link.send(gateway, rejected)
+
+    def _warmed_up(self, error: str) -> None:
+        if self._warm_up_ended is not None and not self._warm_up_ended.done():
+            self._warm_up_ended.set_result(error)
+
+    def _engine_changed(self) -> None:
+        self._news.set()
+        self._show_state()
+
+    async def _try_token(self, engine: Engine, attempt: int) -> str:
+        """Returns what went wrong, or nothing."""
+        ended: asyncio.Future[str] = self._loop.create_future()
+        self._warm_up_ended = ended
+        bos = self._spec.bos_token_id
+        engine.submit(
+            _OWN,
+            Submit(
+                request=f"warm-up-{attempt}",
+                trace="warm-up",
+                prompt=(0 if bos is None else bos,),
+                sampling=Sampling(temperature=0.0, max_tokens=2, ignore_eos=True),
+                deadline_ms=int(_WARM_UP_TIMEOUT_S * 1000),
+            ),
+        )
+        return await ended
+
+    # -------------------------------------------------------------- gateways
+
+    def _submit(self, gateway: bytes, submit: Submit) -> None:
+        reason = ""
+        if not self._warm or self._engine is None:
+            reason = self._why_not_ready()
+        else:
+            try:
+                self._engine.submit(gateway, submit)
+            except EngineBusyError:
+                reason = "too many requests wait to be looked at"
+        if reason:
+            self._link.send(
+                gateway,
+                Rejected(request=submit.request, reason=reason, retry_after_s=_RETRY_AFTER_S),
+            )
+
+    def _pong(self) -> Pong:
+        reason = self._why_not_ready()
+        return Pong(
+            router=self._ctx.id,
+            incarnation=self._ctx.incarnation,
+            ready=not reason,
+            reason=reason,
+            load=self._load(),
+        )
+
+    def _gateway_lost(self, gateway: bytes) -> None:
+        if self._heard.pop(gateway, None) is not None and self._engine is not None:
+            self._engine.cancel_all_of(gateway)
+
+    # -------------------------------------------------------------- what others see
+
+    def _why_not_ready(self) -> str:
+        if self._member.state == "draining":
+            return "the router is stopping"
+        if self._engine is None:
+            return "the router is loading weights"
+        if self._engine.state.unserved:
+            return self._engine.state.unserved
+        return "" if self._warm else "no token has gone through the mesh yet"
+
+    def _show_state(self) -> None:
+        if self._member.state != "draining":
+            reason = self._why_not_ready()
+            self._member.set_state("loading" if reason else "ready", detail=reason)
+
+    def _on_view(self, view: View) -> None:
+        if self._engine is not None:
+            self._engine.set_view(view)
+
+    def _hello(self) -> Hello:
+        ctx, view = self._ctx, self._member.view
+        return Hello(
+            id=ctx.id,
+            role="router",
+            incarnation=ctx.incarnation,
+            pid=ctx.pid,
+            host=ctx.host,
+            model_digest=self._digest,
+            control=self._link.address,
+            metrics=ctx.metrics_url,
+            placement=None if view is None else view.placement,
+        )
+
+    def _load(self) -> Load:
+        return Load() if self._engine is None else self._engine.state.load()
+
+
+async def main(ctx: Context) -> None:
+    """Serve until ``ctx.stopping``. Raises ``CannotServe``, ``RefusedByPlanner`` or a crash."""
+    try:
+        path = checkpoint_dir(ctx.settings.model.path)
+        spec, digest = load_spec(path), model_digest(path)
+    except CheckpointError as error:
+        raise CannotServe(str(error)) from error
+    router = Router(ctx, spec, digest, path)
+    try:
+        async with Supervisor(ctx.log, quiet=(RefusedByPlanner,)) as actors:
+            actors.start("router.member", router.belong)
+            actors.start("router.requests", router.serve)
+            actors.start("router.gateways", router.watch_gateways)
+            actors.start("router.compute", router.compute)
+            actors.start("router.warm_up", router.warm_up)
+            actors.start("router.report", router.report_load)
+            await ctx.stopping.wait()
+            router.drain()
+    finally:
+        router.close()

@@ -1,0 +1,189 @@
+"""One engine step: micro-batches through all layers, then logits, log-probabilities and tokens.
+
+The micro-batches' layer loops are generators that yield while the experts have them; the runner
+goes round those that can go on, and waits when none can. A micro-batch that fails takes only its
+own sequences with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import Literal
+
+import torch
+from structlog.typing import FilteringBoundLogger
+
+from mesh.messages import Logprob
+from moe_model.experts import Ticket
+from moe_model.forward import forward
+from moe_model.kv_cache import KVCache
+from moe_model.model import RouterModel
+from moe_model.plan import Chunk as ModelChunk
+from router_svc.experts import ExpertsUnavailableError, MeshExperts
+from router_svc.microbatch import MicroBatchRule, split_chunks
+from router_svc.profile import TimedModel, Times
+from router_svc.sampler import UNDRAWABLE, Sampler, logprob_rows
+from router_svc.scheduler import Chunk
+from router_svc.sequence import Sequence as RequestSequence
+
+_LOGPROB_ROWS = 64
+"""Prompt rows whose logits are held at once."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Keyed by request. A sequence in ``failed`` drew nothing and its chunk does not count."""
+
+    drawn: dict[str, int] = field(default_factory=dict)
+    logprobs: dict[str, Logprob] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _MicroBatch:
+    index: int
+    chunks: list[Chunk]
+    layers: Generator[Ticket, None, torch.Tensor]
+    """Runs the layers; returns final hidden states ``[tokens, hidden]``."""
+    ticket: Ticket | None = None
+    """What it waits for."""
+
+
+class StepRunner:
+    """Runs steps on the compute thread; owns the KV cache's memory and the samplers."""
+
+    def __init__(
+        self,
+        model: RouterModel,
+        kv: KVCache,
+        experts: MeshExperts,
+        *,
+        micro_batches: Literal["auto", "1", "2", "3", "4"],
+        pump: Callable[[], None],
+        wait: Callable[[], None],
+        times: Times,
+        log: FilteringBoundLogger,
+    ) -> None:
+        """``pump()`` lets tickets take what has arrived for them; ``wait()`` blocks until
+        something may have.
+        """
+        self._model = TimedModel(model, times)
+        self._kv = kv
+        self._experts = experts
+        self._fixed = None if micro_batches == "auto" else int(micro_batches)
+        self._rule = MicroBatchRule()
+        self._pump = pump
+        self._wait = wait
+        self._times = times
+        self._log = log
+        # One per micro-batch, because a sampler keeps the parameters of the batch it saw last.
+        self._samplers = [Sampler(model.spec.vocab_size) for _ in range(self._fixed or 2)]
+
+    def run(self, chunks: Sequence[Chunk]) -> StepResult:
+        """Compute the chunks and draw a token where they reach the end of their sequence."""
+        times = self._times
+        started = perf_counter_ns()
+        attention_ns, away_ns = times.attention_side_ns, self._experts.tally.away_ns
+        tokens = sum(chunk.count for chunk in chunks)
+        parts = split_chunks(chunks, self._fixed or self._rule.choose(tokens, len(chunks)))
+        batches = [_MicroBatch(i, part, self._layers(part)) for i, part in enumerate(parts)]
+        result = StepResult()
+        while batches:
+            advanced = False
+            for batch in tuple(batches):
+                if batch.ticket is None or batch.ticket.done:
+                    advanced = True
+                    if self._advance(batch, result):
+                        batches.remove(batch)
+            if batches:
+                waited = perf_counter_ns()
+                if not advanced:
+                    self._wait()
+                self._pump()
+                times.wait_ns += perf_counter_ns() - waited
+        times.tokens += tokens
+        if self._fixed is None and not result.failed:
+            self._rule.observe(
+                len(parts),
+                tokens,
+                times.attention_side_ns - attention_ns,
+                self._experts.tally.away_ns - away_ns,
+                perf_counter_ns() - started,
+            )
+        return result
+
+    def _layers(self, chunks: list[Chunk]) -> Generator[Ticket, None, torch.Tensor]:
+        model, kv = self._model, self._kv
+        plan = model.plan(
+            [
+                ModelChunk(c.sequence.tokens[c.start : c.end], c.start, c.sequence.block_table)
+                for c in chunks
+            ],
+            kv.block_size,
+        )
+        return (yield from forward(model, plan, kv, self._experts))
+
+    def _advance(self, batch: _MicroBatch, result: StepResult) -> bool:
+        """Run a micro-batch until it waits for experts; True when it is through, well or not."""
+        try:
+            try:
+                batch.ticket = next(batch.layers)
+            except StopIteration as stop:
+                self._finish(batch, stop.value, result)
+            else:
+                return False
+        except ExpertsUnavailableError as error:
+            self._fail(batch, str(error), result)
+        except Exception as error:  # noqa: BLE001 - the boundary: the other sequences go on
+            self._log.exception("micro_batch.failed", tokens=sum(c.count for c in batch.chunks))
+            self._fail(batch, f"{type(error).__name__}: {error}", result)
+        return True
+
+    def _fail(self, batch: _MicroBatch, reason: str, result: StepResult) -> None:
+        result.failed.update((chunk.sequence.request, reason) for chunk in batch.chunks)
+
+    def _finish(self, batch: _MicroBatch, hidden: torch.Tensor, result: StepResult) -> None:
+        """From final hidden states ``[tokens, hidden]`` to tokens."""
+        rows: list[int] = []  # the last row of each chunk that draws
+        sequences: list[RequestSequence] = []
+        first = 0
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            if len(sequence.prompt_logprobs) < sequence.num_prompt_logprobs:
+                self._score_prompt(chunk, hidden[first : first + chunk.count])
+            first += chunk.count
+            if chunk.draws:
+                rows.append(first - 1)
+                sequences.append(sequence)
+        if not rows:
+            return
+        logits = self._model.logits(hidden if len(rows) == first else hidden[rows])
+        started = perf_counter_ns()
+        tokens, logprobs = self._samplers[batch.index].draw(logits, sequences)
+        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            if token == UNDRAWABLE:
+                result.failed[sequence.request] = "the model's logits are not finite"
+                continue
+            result.drawn[sequence.request] = token
+            if logprob is not None:
+                result.logprobs[sequence.request] = logprob
+        self._times.sampling_ns += perf_counter_ns() - started
+
+    def _score_prompt(self, chunk: Chunk, hidden: torch.Tensor) -> None:
+        """Append log-probabilities of the prompt tokens that the chunk's rows predict."""
+        sequence = chunk.sequence
+        known = sequence.prompt_logprobs
+        if not known:
+            known.append(None)
+        # Row r predicts position start + r + 1.
+        begin = len(known) - 1 - chunk.start
+        end = min(chunk.count, sequence.prompt_len - 1 - chunk.start)
+        for low in range(begin, end, _LOGPROB_ROWS):
+            high = min(low + _LOGPROB_ROWS, end)
+            logprobs = torch.log_softmax(self._model.logits(hidden[low:high]), -1)
+            targets = sequence.tokens[chunk.start + low + 1 : chunk.start + high + 1]
+            known += logprob_rows(
+                logprobs, targets, [sequence.sampling.prompt_logprobs] * len(targets)
+            )

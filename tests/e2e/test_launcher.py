@@ -1,0 +1,211 @@
+"""`moemesh up` with real processes: what a user does and sees, from the start to Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+
+START_S = 120
+STOP_S = 60
+
+
+def moemesh(*arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", "from compose.cli import main; main()", *arguments)
+
+
+class Up:
+    """A running ``moemesh up`` whose output can be waited for."""
+
+    def __init__(self, run_dir: Path, *arguments: str) -> None:
+        self.run_dir = run_dir
+        self.where = ("--set", f"mesh.run_dir={run_dir}")
+        self.text = ""
+        self.shm_before = set(Path("/dev/shm").iterdir())
+        self.process = subprocess.Popen(
+            moemesh("up", *self.where, "--port", "0", *arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.children: list[psutil.Process] = []
+
+    def shows(self, pattern: str, timeout_s: float = START_S) -> re.Match[str]:
+        """Reads on until the output matches; fails with all of it when it does not."""
+        deadline = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            while not (found := re.search(pattern, self.text)):
+                assert selector.select(deadline - time.monotonic()), (
+                    f"no {pattern!r} within {timeout_s} s in:\n{self.text}"
+                )
+                chunk = os.read(self.process.stdout.fileno(), 65536)
+                assert chunk, f"ended without {pattern!r}:\n{self.text}"
+                self.text += chunk.decode()
+        return found
+
+    def ready(self) -> str:
+        url = self.shows(r"ready after .*?(http://\S+)")[1]
+        self.shows("Ctrl-C stops it")
+        self.children = psutil.Process(self.process.pid).children(recursive=True)
+        return url
+
+    def wait(self) -> int:
+        code = self.process.wait(STOP_S)
+        self.text += self.process.stdout.read().decode()
+        return code
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            moemesh(*arguments, *self.where),
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def status(self) -> dict:
+        done = self.run("status", "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def assert_nothing_is_left(self, *, with_run_dir: bool = True) -> None:
+        _, alive = psutil.wait_procs(self.children, timeout=STOP_S)
+        assert not alive
+        if with_run_dir:
+            assert not self.run_dir.exists()
+            assert str(self.run_dir) not in Path("/proc/net/unix").read_text()
+        assert set(Path("/dev/shm").iterdir()) <= self.shm_before
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def up(tmp_path_factory):
+    started: list[Up] = []
+
+    def start(*arguments: str) -> Up:
+        one = Up(tmp_path_factory.mktemp("mesh") / "run", *arguments)
+        started.append(one)
+        return one
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def test_a_mesh_from_start_to_ctrl_c(up):
+    mesh = up()
+    url = mesh.ready()
+
+    # the openai client, and the very line that was printed
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    model = client.models.list().data[0].id
+    answer = client.completions.create(
+        model=model, prompt="Genesis 51\n\n1 ", max_tokens=16, temperature=0
+    )
+    assert answer.choices[0].text.strip()
+    assert answer.usage.completion_tokens == 16
+    line = mesh.text[mesh.text.index("curl -s") : mesh.text.index("`moemesh status`")]
+    pasted = subprocess.run(["bash", "-c", line], check=True, capture_output=True, timeout=60)
+    assert json.loads(pasted.stdout)["choices"][0]["text"]
+
+    # status
+    status = mesh.status()
+    assert status["ready"]
+    members = {member["id"]: member for member in status["members"]}
+    assert members.keys() == {"planner", "router-0", "expert-0", "expert-1", "gateway-0"}
+    assert {member["state"] for member in members.values()} == {"ready"}
+    assert {member["pid"] for member in members.values()} == {c.pid for c in mesh.children}
+    table = mesh.run("status")
+    assert "expert-1" in table.stdout
+
+    # a second launcher on the same mesh is refused and harms nothing
+    second = mesh.run("up", "--port", "0")
+    assert second.returncode == 1
+    assert str(mesh.process.pid) in second.stderr
+
+    # an expert worker is killed: told, started again, whole again, and it serves
+    os.kill(members["expert-1"]["pid"], signal.SIGKILL)
+    mesh.shows("expert-1 was killed by SIGKILL")
+    mesh.shows("whole again")
+    again = client.completions.create(
+        model=model, prompt="Genesis 51\n\n1 ", max_tokens=16, temperature=0
+    )
+    assert again.choices[0].text == answer.choices[0].text
+
+    mesh.children = psutil.Process(mesh.process.pid).children(recursive=True)
+    mesh.process.send_signal(signal.SIGINT)
+    assert mesh.wait() == 0
+    mesh.assert_nothing_is_left()
+
+
+def test_down_stops_the_mesh_and_leaves_nothing(up):
+    mesh = up()
+    mesh.ready()
+    assert mesh.run("down").returncode == 0
+    assert mesh.wait() == 0
+    mesh.assert_nothing_is_left()
+
+
+def test_children_die_with_a_launcher_that_is_killed_and_the_next_start_cleans_up(up):
+    mesh = up()
+    mesh.ready()
+    mesh.process.kill()
+    mesh.assert_nothing_is_left(with_run_dir=False)
+    assert mesh.run("down").returncode == 1
+    after = Up(mesh.run_dir)
+    try:
+        after.ready()
+        after.process.send_signal(signal.SIGINT)
+        assert after.wait() == 0
+        after.assert_nothing_is_left()
+    finally:
+        after.close()
+
+
+def test_ctrl_c_while_loading_leaves_nothing(up):
+    mesh = up()
+    mesh.shows(r"router-0: \w+")
+    mesh.children = psutil.Process(mesh.process.pid).children(recursive=True)
+    assert len(mesh.children) == 5
+    mesh.process.send_signal(signal.SIGINT)
+    assert mesh.wait() == 0
+    assert "stopped" in mesh.text
+    mesh.assert_nothing_is_left()
+
+
+def test_what_cannot_work_is_said_before_anything_starts(up, tmp_path):
+    def refusal(*arguments: str) -> str:
+        mesh = up(*arguments)
+        assert mesh.wait() == 2
+        assert not mesh.run_dir.exists()
+        return mesh.text
+
+    assert "did you mean router.max_running" in refusal("--set", "router.max_runing=1")
+    assert "no such file" in refusal("--model", str(tmp_path / "none"))
+    broken = tmp_path / "broken"
+    source = Path(__file__).parents[2] / "demo" / "model"
+    shutil.copytree(source, broken)
+    with (broken / "model.safetensors").open("r+b") as weights:
+        weights.truncate(1_000_000)
+    assert "truncated" in refusal("--model", str(broken)).lower()

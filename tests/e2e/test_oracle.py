@@ -1,0 +1,125 @@
+"""Tokens and log-probabilities through the whole mesh equal transformers'."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.support.checkpoints import VARIANTS, variant
+from tests.support.meshes import Mesh
+from tests.support.oracle import Continuation, Oracle
+
+STEPS = 64
+TOLERANCE = 1e-4
+DEMO = Path(__file__).parents[2] / "demo" / "model"
+TINY = sorted(name for name in VARIANTS if not name.startswith("bench"))
+
+
+def prompts(vocab: int, lengths: list[int]) -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(8, vocab) for _ in range(length)] for length in lengths]
+
+
+def complete(mesh: Mesh, prompt: list[int], steps: int = STEPS) -> dict[str, Any]:
+    status, body = mesh.post(
+        "/v1/completions",
+        {
+            "model": mesh_model(mesh), "prompt": prompt, "max_tokens": steps, "temperature": 0,
+            "logprobs": 5, "ignore_eos": True,
+        },
+    )  # fmt: skip
+    assert status == 200, body
+    return dict(body["choices"][0])
+
+
+def mesh_model(mesh: Mesh) -> str:
+    import json
+
+    return str(json.loads(mesh.get("/v1/models")[1])["data"][0]["id"])
+
+
+def check(choice: dict[str, Any], want: Continuation, tokenizer: Tokenizer) -> None:
+    got = choice["logprobs"]
+    assert len(got["token_logprobs"]) == len(want.tokens)
+    assert choice["text"] == tokenizer.decode(want.tokens, skip_special_tokens=True)
+    for step, token in enumerate(want.tokens):
+        row = want.logprobs[step]
+        assert abs(got["token_logprobs"][step] - float(row[token])) <= TOLERANCE, step
+        top = sorted(got["top_logprobs"][step].values(), reverse=True)[:5]
+        expected = row.topk(5).values.tolist()
+        # Two tokens that decode to the same text share a key: compare as many as there are.
+        if len(top) == 5:
+            assert max(abs(a - b) for a, b in zip(top, expected, strict=True)) <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def demo_wanted() -> list[tuple[list[int], Continuation]]:
+    oracle = Oracle(DEMO)
+    return [
+        (prompt, oracle.greedy(prompt, STEPS))
+        for prompt in prompts(3000, [1, 2, 15, 16, 17, 63, 250, 517, 900])
+    ]
+
+
+@pytest.mark.parametrize("experts", [1, 2, 3])
+def test_shipped_model_equals_transformers_alone_and_batched(
+    experts: int, demo_wanted: list[tuple[list[int], Continuation]]
+) -> None:
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    with Mesh(experts=experts) as mesh:
+        for prompt, want in demo_wanted[:: 2 if experts != 2 else 1]:
+            check(complete(mesh, prompt), want, tokenizer)
+        with ThreadPoolExecutor(len(demo_wanted)) as pool:
+            together = list(pool.map(lambda case: complete(mesh, case[0]), demo_wanted))
+        for choice, (_, want) in zip(together, demo_wanted, strict=True):
+            check(choice, want, tokenizer)
+
+
+@pytest.mark.parametrize(("index", "name"), list(enumerate(TINY)), ids=TINY)
+def test_every_switch_equals_transformers(index: int, name: str, checkpoints: Path) -> None:
+    path = variant(name, checkpoints)
+    oracle = Oracle(path)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    cases = prompts(380, [1, 20, 130, 300])
+    wanted = [oracle.greedy(prompt, STEPS) for prompt in cases]
+    # A small token budget forces chunked prefill between other sequences' decode steps.
+    with Mesh(path, experts=index % 3 + 1, router__max_step_tokens=96) as mesh:
+        with ThreadPoolExecutor(len(cases)) as pool:
+            together = list(pool.map(lambda prompt: complete(mesh, prompt), cases))
+        for choice, want in zip(together, wanted, strict=True):
+            check(choice, want, tokenizer)
+
+
+@pytest.mark.parametrize("settings", [
+    {"router__micro_batches": "1"},
+    {"router__micro_batches": "3", "router__capacity_tokens": 16},
+], ids=["one", "three-and-small-lanes"])  # fmt: skip
+def test_micro_batches_and_split_messages_change_no_token(
+    settings: dict[str, Any], tiny_deepseek: Path
+) -> None:
+    oracle = Oracle(tiny_deepseek)
+    tokenizer = Tokenizer.from_file(str(tiny_deepseek / "tokenizer.json"))
+    cases = prompts(380, [5, 40, 90, 200, 33, 7])
+    wanted = [oracle.greedy(prompt, STEPS) for prompt in cases]
+    with Mesh(tiny_deepseek, experts=2, **settings) as mesh:
+        with ThreadPoolExecutor(len(cases)) as pool:
+            together = list(pool.map(lambda prompt: complete(mesh, prompt), cases))
+        for choice, want in zip(together, wanted, strict=True):
+            check(choice, want, tokenizer)
+
+
+def test_exact_mode_gives_the_same_bits_alone_and_batched(tiny_deepseek: Path) -> None:
+    cases = prompts(380, [3, 30, 61, 120])
+    with Mesh(tiny_deepseek, experts=3, model__exact="true", router__max_step_tokens=64) as mesh:
+        alone = [complete(mesh, prompt) for prompt in cases]
+        with ThreadPoolExecutor(len(cases)) as pool:
+            together = list(pool.map(lambda prompt: complete(mesh, prompt), cases))
+    with Mesh(tiny_deepseek, experts=1, model__exact="true") as mesh:
+        elsewhere = [complete(mesh, prompt) for prompt in cases]
+    for one, many, other in zip(alone, together, elsewhere, strict=True):
+        assert one["logprobs"] == many["logprobs"] == other["logprobs"]

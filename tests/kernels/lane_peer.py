@@ -1,0 +1,167 @@
+"""One end of shm lanes as a process of its own, started by the tests with this file's path.
+
+lane_peer.py expert NAME INCARNATION PATH HIDDEN SEED    answers until stdin closes
+lane_peer.py router NAME MESSAGES SEED EXACT PATH...     checks every answer, prints a JSON object
+
+The "experts" compute row + logical expert, so that an answer proves which message it belongs to.
+A pair whose slot is STALE_SLOT makes the answer stale.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import torch
+from ep_kernels.plane import AnswerStatus, Arrival, LaneShape, Part
+from ep_kernels.shm import ShmExpertPlane, ShmRouterPlane
+
+HIDDEN, TOP_K, CAPACITY, RING = 24, 3, 40, 3
+DIGEST = "test-model"
+STALE_SLOT = 77
+DEADLINE_S = 120.0
+
+
+def make_part(rng: random.Random, tokens: int, step: int) -> Part:
+    numbers = np.random.default_rng(rng.getrandbits(32))
+    batch = tokens + rng.randrange(3)
+    token = numbers.integers(0, max(1, tokens), rng.randrange(TOP_K + 1) * tokens)
+    slot = numbers.integers(0, 30, token.size)
+    if token.size and rng.random() < 0.1:
+        slot[-1] = STALE_SLOT
+    return Part(
+        step=step,
+        layer=rng.randrange(8),
+        epoch=1,
+        x=torch.from_numpy(numbers.standard_normal((batch, HIDDEN)).astype(np.float32)),
+        rows=torch.from_numpy(numbers.permutation(batch)[:tokens]),
+        pair_token=token.astype(np.int32),
+        pair_slot=slot.astype(np.int32),
+        pair_expert=numbers.integers(0, 1000, token.size).astype(np.int32),
+        pair_weight=numbers.random(token.size).astype(np.float32),
+    )
+
+
+def part_of(tokens: int, step: int = 0) -> Part:
+    """A part with pairs (if it has tokens) that an expert worker answers with OK."""
+    rng = random.Random(tokens)
+    part = make_part(rng, tokens, step)
+    while expected(part, exact=False) is None or (tokens and not part.pair_token.size):
+        part = make_part(rng, tokens, step)
+    return part
+
+
+def compute(
+    x: torch.Tensor,
+    token: np.ndarray,
+    expert: np.ndarray,
+    weight: np.ndarray,
+    exact: bool,
+) -> torch.Tensor:
+    rows = x.float()[torch.from_numpy(token).long()] + torch.from_numpy(expert).float()[:, None]
+    if exact:
+        return rows
+    scaled = rows * torch.from_numpy(weight)[:, None]
+    return torch.zeros(x.shape[0], x.shape[1]).index_add_(0, torch.from_numpy(token), scaled)
+
+
+def serve(arrival: Arrival) -> AnswerStatus:
+    if (arrival.pair_slot == STALE_SLOT).any():
+        return AnswerStatus.STALE
+    arrival.out.copy_(
+        compute(
+            arrival.x, arrival.pair_token, arrival.pair_expert, arrival.pair_weight, arrival.exact
+        )
+    )
+    return AnswerStatus.OK
+
+
+def expected(part: Part, exact: bool) -> torch.Tensor | None:
+    """None where the answer is stale."""
+    if (part.pair_slot == STALE_SLOT).any():
+        return None
+    x = part.x[part.rows]
+    return compute(x, part.pair_token, part.pair_expert, part.pair_weight, exact)
+
+
+def run_expert(name: str, incarnation: str, path: str, hidden: str, seed: str) -> None:
+    rng = random.Random(seed)
+    plane = ShmExpertPlane(name, int(incarnation), path, int(hidden), DIGEST)
+    stopping = threading.Event()
+
+    def follow_parent() -> None:
+        sys.stdin.read()
+        stopping.set()
+        plane.wake()
+
+    threading.Thread(target=follow_parent, daemon=True).start()
+    print("ready", flush=True)
+    held: deque[Arrival] = deque()
+    while not stopping.is_set():
+        plane.wait(0.0 if held else 5.0)
+        held.extend(plane.poll())
+        if held and rng.random() < 0.5:
+            held.rotate(rng.randrange(3))  # answers in another order than the parts came
+        if held and rng.random() < 0.2:
+            time.sleep(rng.random() * 3e-4)
+        if held:
+            arrival = held.popleft()
+            plane.answer(arrival, serve(arrival), arrival.step)
+    plane.close()
+
+
+def run_router(name: str, messages: str, seed: str, exact: str, *paths: str) -> None:
+    rng = random.Random(seed)
+    shape = LaneShape(HIDDEN, TOP_K, CAPACITY, RING, exact=exact == "exact")
+    plane = ShmRouterPlane(name, 1, shape, DIGEST)
+    peers = [Path(path).name for path in paths]
+    for peer, path in zip(peers, paths, strict=True):
+        plane.connect(peer, path, 1, DEADLINE_S)
+    waiting: dict[int, Part] = {}
+    sent = full = stale = 0
+    deadline = time.monotonic() + DEADLINE_S
+    part: Part | None = None
+    while sent < int(messages) or waiting:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{name}: {len(waiting)} answers are missing after {sent} messages")
+        while sent < int(messages):
+            if part is None:
+                part = make_part(rng, rng.choice([0, 1, 1, 2, 7, CAPACITY]), sent)
+            ticket = plane.try_send(rng.choice(peers), part)
+            if ticket is None:
+                full += 1
+                break
+            waiting[ticket] = part
+            sent += 1
+            part = None
+        if rng.random() < 0.05:
+            time.sleep(rng.random() * 3e-4)
+        plane.wait(5.0)
+        for answer in plane.poll():
+            asked = waiting.pop(answer.ticket)
+            want = expected(asked, shape.exact)
+            if want is None:
+                assert answer.status is AnswerStatus.STALE
+                stale += 1
+            else:
+                assert answer.status is AnswerStatus.OK
+                assert answer.compute_ns == asked.step
+                torch.testing.assert_close(answer.out, want, rtol=0, atol=1e-3)
+            plane.release(answer)
+        assert not plane.lost()
+    assert plane.in_flight() == 0
+    print(json.dumps({"sent": sent, "full": full, "stale": stale}), flush=True)
+    sys.stdin.read()  # stay connected until the test has looked
+    plane.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        {"expert": run_expert, "router": run_router}[sys.argv[1]](*sys.argv[2:])

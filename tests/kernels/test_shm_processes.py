@@ -1,0 +1,138 @@
+"""Lanes between real processes, and what is left when one is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import lane_peer
+import pytest
+import torch
+from ep_kernels.plane import AnswerStatus, LaneLost, LaneShape
+from ep_kernels.shm import ShmExpertPlane, ShmRouterPlane
+from lane_peer import CAPACITY, DIGEST, HIDDEN, RING, TOP_K, expected, part_of, serve
+
+DEADLINE_S = 120.0
+
+
+class Peer:
+    """A child process, killed at the end of the test if it still runs."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, lane_peer.__file__, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def line(self) -> str:
+        return self.process.stdout.readline().strip()
+
+    def stop(self) -> int:
+        self.process.stdin.close()
+        return self.process.wait(DEADLINE_S)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(DEADLINE_S)
+
+
+@pytest.fixture
+def spawn():
+    peers: list[Peer] = []
+
+    def start(*arguments: object) -> Peer:
+        peers.append(Peer(*arguments))
+        return peers[-1]
+
+    yield start
+    for peer in peers:
+        if peer.process.poll() is None:
+            peer.kill()
+        for stream in (peer.process.stdin, peer.process.stdout):
+            stream.close()
+
+
+def until(condition):
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the awaited event did not come"
+
+
+def test_two_routers_and_three_experts_exchange_thousands_of_messages(spawn, tmp_path):
+    names = ["e0", "e1", "e2"]
+    experts = [
+        spawn("expert", name, 1, tmp_path / name, HIDDEN, seed) for seed, name in enumerate(names)
+    ]
+    assert [expert.line() for expert in experts] == ["ready"] * 3
+    paths = [tmp_path / name for name in names]
+    routers = [
+        spawn("router", f"r{seed}", 1000, seed, exact, *paths)
+        for seed, exact in enumerate(["sum", "exact"])
+    ]
+    for router in routers:
+        result = json.loads(router.line())
+        assert result["sent"] == 1000
+        assert result["stale"] > 0
+        assert result["full"] > 0
+    assert [peer.stop() for peer in [*routers, *experts]] == [0] * 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_expert_is_noticed_while_waiting_and_its_successor_is_reached(spawn, tmp_path):
+    in_shm = set(Path("/dev/shm").iterdir())
+    first = spawn("expert", "e0", 1, tmp_path / "e0", HIDDEN, 0)
+    assert first.line() == "ready"
+    plane = ShmRouterPlane("r0", 1, LaneShape(HIDDEN, TOP_K, CAPACITY, RING), DIGEST)
+    plane.connect("e0", str(tmp_path / "e0"), 1, DEADLINE_S)
+    first.process.send_signal(signal.SIGSTOP)  # the part stays unanswered
+    part = part_of(3)
+    assert plane.try_send("e0", part) is not None
+    plane.poll()
+    first.kill()
+    plane.wait(DEADLINE_S)
+    lost = plane.lost()
+    assert [(loss.peer, type(loss)) for loss in lost] == [("e0", LaneLost)]
+    assert plane.lost() == []
+    assert plane.poll() == []
+    assert plane.in_flight() == 0
+    with pytest.raises(LaneLost):
+        plane.try_send("e0", part)
+
+    second = spawn("expert", "e0", 2, tmp_path / "e0", HIDDEN, 0)
+    assert second.line() == "ready"
+    plane.connect("e0", str(tmp_path / "e0"), 2, DEADLINE_S)
+    assert plane.peers() == {"e0": 2}
+    ticket = plane.try_send("e0", part)
+    answers = []
+    until(lambda: plane.wait(1.0) or answers.extend(plane.poll()) or answers)
+    assert answers[0].ticket == ticket
+    assert answers[0].status is AnswerStatus.OK
+    torch.testing.assert_close(answers[0].out, expected(part, exact=False))
+    plane.release(answers[0])
+    plane.close()
+    assert second.stop() == 0
+    assert set(Path("/dev/shm").iterdir()) == in_shm
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_router_frees_its_lane_and_a_late_answer_is_ignored(spawn, tmp_path):
+    plane = ShmExpertPlane("e0", 1, str(tmp_path / "e0"), HIDDEN, DIGEST)
+    router = spawn("router", "r0", 100, 0, "sum", tmp_path / "e0")
+    arrivals = []
+    until(lambda: plane.wait(1.0) or arrivals.extend(plane.poll()) or arrivals)
+    assert plane.peers() == ["r0"]
+    router.kill()
+    until(lambda: plane.wait(1.0) or arrivals.extend(plane.poll()) or not plane.peers())
+    for arrival in arrivals:
+        plane.answer(arrival, serve(arrival), 0)
+    assert plane.poll() == []
+    assert plane.corrupt_lanes == 0
+    plane.close()

@@ -1,0 +1,142 @@
+"""Start a real mesh (the launcher and its children) for a test, and look at it from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+MOEMESH = str(Path(sys.executable).with_name("moemesh"))
+START_DEADLINE_S = 120.0
+STOP_DEADLINE_S = 30.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Mesh:
+    """``with Mesh(model, experts=3) as mesh: mesh.url``: a running mesh in a directory of its own.
+
+    Keyword settings are the configuration's ``section__key`` names.
+    """
+
+    def __init__(
+        self, model: Path | None = None, *, experts: int = 2, routers: int = 1, **settings: Any
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._home = tempfile.TemporaryDirectory(prefix="moemesh-test-")
+        self.run_dir = Path(self._home.name) / "run"
+        command = [MOEMESH, "up", "--port", str(self.port)]
+        command += ["--experts", str(experts), "--routers", str(routers)]
+        if model is not None:
+            command += ["--model", str(model)]
+        for key, value in ({"mesh__run_dir": self.run_dir} | settings).items():
+            command += ["--set", f"{key.replace('__', '.', 1)}={value}"]
+        self.command = command
+        self.log = Path(self._home.name) / "launcher.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            )
+        try:
+            self.wait_ready()
+        except BaseException:
+            self._stop()
+            self._home.cleanup()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+        self._home.cleanup()
+
+    def wait_ready(self, deadline_s: float = START_DEADLINE_S) -> None:
+        self.wait_for(lambda: self.get("/ready")[0] == 200, "the mesh to be ready", deadline_s)
+
+    def wait_for(self, condition: Any, what: str, deadline_s: float = 30.0) -> None:
+        """Poll an observable condition until it holds or the deadline passes."""
+        end = time.monotonic() + deadline_s
+        while not condition():
+            assert self.process is not None
+            if self.process.poll() is not None:
+                raise AssertionError(f"the launcher ended early:\n{self.logs()}")
+            if time.monotonic() > end:
+                raise AssertionError(f"waited {deadline_s} s for {what}:\n{self.logs()}")
+            time.sleep(0.05)
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and body of a GET; status 0 while nobody listens."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as refused:
+            return refused.code, refused.read().decode()
+        except OSError:
+            return 0, ""
+
+    def post(self, path: str, body: Any, timeout_s: float = 120.0) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data=data, headers={"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as refused:
+            return refused.code, json.loads(refused.read())
+
+    def status(self) -> dict[str, Any]:
+        """What ``moemesh status --json`` prints."""
+        done = subprocess.run(
+            [
+                MOEMESH, "status", "--json", "--set", f"mesh.run_dir={self.run_dir}",
+            ],
+            check=True, capture_output=True, timeout=30,
+        )  # fmt: skip
+        return dict(json.loads(done.stdout))
+
+    def members(self, role: str) -> list[dict[str, Any]]:
+        return [member for member in self.status()["members"] if member["role"] == role]
+
+    def logs(self) -> str:
+        """The launcher's output and the end of each process's log."""
+        texts = [self.log.read_text(errors="replace")[-4000:]]
+        texts += [
+            f"--- {path.name}\n{path.read_text(errors='replace')[-4000:]}"
+            for path in sorted((self.run_dir / "logs").glob("*.log"))
+        ]
+        return "\n".join(texts)
+
+    def _stop(self) -> None:
+        process = self.process
+        if process is None or process.poll() is not None:
+            return
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(STOP_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            raise AssertionError(f"the launcher did not stop in {STOP_DEADLINE_S} s") from None

@@ -1,0 +1,103 @@
+import asyncio
+import signal
+import sys
+
+import pytest
+
+from compose.child import Child
+from compose.log_file import LogFile
+from compose.processes import ProcessSpec
+
+DEADLINE_S = 20
+
+
+@pytest.fixture
+def make(tmp_path):
+    def child(code: str, lines: list[bytes] | None = None) -> Child:
+        spec = ProcessSpec("x", "planner", (sys.executable, "-u", "-c", code))
+        log = LogFile(tmp_path / "x.log")
+        return Child(spec, log, (lines if lines is not None else []).append)
+
+    return child
+
+
+def run(main):
+    async def bounded():
+        async with asyncio.timeout(DEADLINE_S):
+            return await main()
+
+    return asyncio.run(bounded())
+
+
+class Said(asyncio.Event):
+    """A line sink that tells when the first line came."""
+
+    def append(self, line: bytes) -> None:
+        self.set()
+
+
+def test_output_of_both_streams_reaches_log_and_caller(make, tmp_path):
+    lines: list[bytes] = []
+    code = "import sys; print('out'); sys.stderr.write('err'); sys.exit(3)"
+    assert run(make(code, lines).run) == 3
+    assert lines == [b"out\n", b"err\n"]
+    assert (tmp_path / "x.log").read_bytes() == b"out\nerr\n"
+
+
+def test_an_endless_line_is_cut_and_not_lost(make, tmp_path):
+    assert run(make("print('a' * 1_000_000)").run) == 0
+    assert (tmp_path / "x.log").read_bytes().count(b"a") == 1_000_000
+
+
+def test_a_child_that_obeys_is_stopped_gently(make):
+    async def main():
+        said = Said()
+        child = make("import signal, sys\n"
+                     "signal.signal(signal.SIGTERM, lambda *a: sys.exit(0))\n"
+                     "print('up'); signal.pause()", said)  # fmt: skip
+        running = asyncio.ensure_future(child.run())
+        await said.wait()
+        assert child.pid is not None
+        assert await child.stop(grace_s=DEADLINE_S)
+        return await running, child.pid
+
+    assert run(main) == (0, None)
+
+
+def test_a_child_that_does_not_obey_is_killed(make):
+    async def main():
+        said = Said()
+        child = make("import signal\n"
+                     "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+                     "print('up')\nwhile True: signal.pause()", said)  # fmt: skip
+        running = asyncio.ensure_future(child.run())
+        await said.wait()
+        assert not await child.stop(grace_s=0.1)
+        return await running
+
+    assert run(main) == -signal.SIGKILL
+
+
+def test_a_stop_before_the_process_exists_still_stops_it(make):
+    async def main():
+        child = make("import signal; signal.pause()")
+        running = asyncio.ensure_future(child.run())
+        stopped = asyncio.ensure_future(child.stop(grace_s=DEADLINE_S))
+        assert await stopped
+        return await running
+
+    assert run(main) == -signal.SIGTERM
+
+
+def test_a_cancelled_run_leaves_no_process(make):
+    async def main():
+        said = Said()
+        child = make("import signal; print('up'); signal.pause()", said)
+        running = asyncio.ensure_future(child.run())
+        await said.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        return child.pid
+
+    assert run(main) is None

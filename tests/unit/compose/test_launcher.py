@@ -1,0 +1,153 @@
+"""The launcher over small real processes; the whole mesh is in tests/e2e/test_launcher.py."""
+
+import asyncio
+import os
+import signal
+import sys
+
+import pytest
+from rich.console import Console
+
+from compose.console import LauncherConsole
+from compose.launcher import Launcher
+from compose.processes import ProcessSpec
+from compose.restarts import RestartPolicy
+from mesh.settings import MeshSettings, Settings
+
+DEADLINE_S = 30
+
+OBEDIENT = """
+import os, signal, sys
+def stop(*_):
+    with open({journal!r}, "a") as f: f.write({name!r} + "\\n")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+print('{{"level": "error", "event": "up.{name}"}}', flush=True)
+while True: signal.pause()
+"""
+
+
+class Screen:
+    """Collects what the launcher prints and lets a test wait for a text, or its n-th time."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.changed = asyncio.Event()
+
+    def write(self, text: str) -> None:
+        self.text += text
+        self.changed.set()
+
+    def flush(self) -> None:
+        pass
+
+    async def shows(self, text: str, times: int = 1) -> None:
+        while self.text.count(text) < times:
+            self.changed.clear()
+            await self.changed.wait()
+
+
+@pytest.fixture
+def journal(tmp_path):
+    return tmp_path / "journal"
+
+
+def obedient(name, journal):
+    code = OBEDIENT.format(journal=str(journal), name=name)
+    return ProcessSpec(name, name.split("-")[0], (sys.executable, "-c", code))
+
+
+def launch(tmp_path, specs, scenario, **options):
+    """Runs a launcher beside ``scenario(screen)``; returns its exit code and what it printed."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+
+    async def main():
+        screen = Screen()
+        with LauncherConsole(Console(file=screen, width=300)) as console:
+            settings = Settings(mesh=MeshSettings(run_dir=str(run_dir)))
+            launcher = Launcher(settings, specs, run_dir, console, model="m", **options)
+            async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+                code = group.create_task(launcher.run())
+                group.create_task(scenario(screen))
+        return code.result(), screen.text
+
+    return asyncio.run(main())
+
+
+def test_children_stop_from_the_client_inwards(tmp_path, journal):
+    names = ["planner", "expert-0", "router-0", "gateway-0"]
+
+    async def scenario(screen):
+        for name in names:
+            await screen.shows(f"up.{name}")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    specs = [obedient(name, journal) for name in names]
+    code, _ = launch(tmp_path, specs, scenario)
+    assert code == 0
+    assert journal.read_text().split() == names[::-1]
+
+
+def test_errors_of_children_reach_the_console(tmp_path, journal):
+    async def scenario(screen):
+        await screen.shows("planner up.planner")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    assert launch(tmp_path, [obedient("planner", journal)], scenario)[0] == 0
+
+
+def test_a_child_that_is_killed_is_reported_and_started_again(tmp_path, journal):
+    code_line = "import os; print('my pid', os.getpid(), flush=True); os.kill(os.getpid(), 9)"
+    dies = ProcessSpec("expert-0", "expert", (sys.executable, "-c", code_line))
+
+    async def scenario(screen):
+        await screen.shows("expert-0 was killed by SIGKILL; starting again in", times=2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    policy = RestartPolicy(first_delay_s=0.01, max_delay_s=0.01)
+    code, text = launch(tmp_path, [obedient("planner", journal), dies], scenario, policy=policy)
+    assert code == 0
+    assert "my pid" in text
+
+
+def test_a_child_that_keeps_dying_at_the_start_ends_the_mesh_and_leaves_nobody(tmp_path, journal):
+    dies = ProcessSpec("router-0", "router", (sys.executable, "-c", "raise SystemExit(1)"))
+
+    async def scenario(screen):
+        await screen.shows("stopped")
+
+    policy = RestartPolicy(max_deaths=3, first_delay_s=0.01)
+    code, text = launch(tmp_path, [obedient("planner", journal), dies], scenario, policy=policy)
+    assert code == 1
+    assert "router-0 exited with code 1 before the mesh was ready" in text
+    assert text.count("starting again") == 2
+    assert journal.read_text().split() == ["planner"]
+
+
+def test_a_mesh_that_does_not_get_ready_in_time_is_stopped(tmp_path, journal):
+    async def scenario(screen):
+        await screen.shows("stopped")
+
+    specs = [obedient("planner", journal)]
+    code, text = launch(tmp_path, specs, scenario, start_timeout_s=0.5)
+    assert code == 1
+    assert "not ready after 0.5 s" in text
+
+
+def test_a_second_signal_kills_at_once(tmp_path):
+    stubborn = (
+        "import signal; signal.signal(signal.SIGTERM, lambda *a: print("
+        '\'{"level":"error","event":"ignored"}\', flush=True))\n'
+        'print(\'{"level":"error","event":"up"}\', flush=True)\nwhile True: signal.pause()'
+    )
+    spec = ProcessSpec("gateway-0", "gateway", (sys.executable, "-c", stubborn))
+
+    async def scenario(screen):
+        await screen.shows("gateway-0 up")
+        os.kill(os.getpid(), signal.SIGINT)
+        await screen.shows("gateway-0 ignored")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    code, _ = launch(tmp_path, [spec], scenario, grace_s=1000)
+    assert code == 0

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from ep_kernels.grouped_ffn import ExpertBank, reference_rows, reference_sum
+from ep_kernels.plane import AnswerStatus, Arrival
+
+from expert_svc.slots import SlotTable
+from expert_svc.worker import Worker
+
+HIDDEN, INTER, EXPERTS = 16, 8, 6
+HELD = {1: [2, 0, 5], 3: [1, -1, 4]}
+
+
+def expert(layer: int, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(layer * 1000 + index)
+    gate, up = torch.randn(2, INTER, HIDDEN, generator=random)
+    return gate, up, torch.randn(HIDDEN, INTER, generator=random)
+
+
+def slots() -> SlotTable:
+    table = SlotTable(
+        (1, 3), EXPERTS, lambda slots: ExpertBank(slots, HIDDEN, INTER, kind="fp32"), expert
+    )
+    table.apply(
+        (1, 3),
+        (HELD[1], HELD[3]),
+        1,
+        progress=lambda _share: None,
+        superseded=lambda: False,
+    )
+    return table
+
+
+def part(
+    layer: int,
+    tokens: int,
+    *,
+    pairs: int | None = None,
+    peer: str = "r0",
+    exact: bool = False,
+    wire: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Arrival:
+    """A random valid part; ``out`` starts poisoned."""
+    random = np.random.default_rng(seed)
+    filled = [slot for slot, held in enumerate(HELD.get(layer, [0])) if held >= 0]
+    count = 2 * tokens if pairs is None else pairs
+    pair_slot = random.choice(filled, count).astype(np.int32)
+    held = np.array(HELD.get(layer, [0]), dtype=np.int32)
+    return Arrival(
+        lane=0,
+        ring_slot=0,
+        sequence=1,
+        peer=peer,
+        exact=exact,
+        step=1,
+        layer=layer,
+        epoch=1,
+        x=torch.from_numpy(random.standard_normal((tokens, HIDDEN), dtype=np.float32)).to(wire),
+        pair_token=np.sort(random.integers(0, max(tokens, 1), count)).astype(np.int32),
+        pair_slot=pair_slot,
+        pair_expert=held[pair_slot],
+        pair_weight=random.random(count, dtype=np.float32),
+        out=torch.full((count if exact else tokens, HIDDEN), torch.nan),
+    )
+
+
+class ListPlane:
+    """A plane in memory: each ``poll`` yields the next batch; the worker stops at the end."""
+
+    def __init__(self, *batches: list[Arrival]) -> None:
+        self.batches = deque(batches)
+        self.answered: list[tuple[Arrival, AnswerStatus, int]] = []
+        self.woken = 0
+        self.worker: Worker | None = None
+
+    def poll(self) -> list[Arrival]:
+        return self.batches.popleft() if self.batches else []
+
+    def answer(self, arrival: Arrival, status: AnswerStatus, compute_ns: int) -> None:
+        self.answered.append((arrival, status, compute_ns))
+
+    def wait(self, timeout_s: float) -> None:
+        assert timeout_s > 1, "an idle worker sleeps long"
+        assert self.worker is not None
+        self.worker.stop()
+
+    def wake(self) -> None:
+        self.woken += 1
+
+    def peers(self) -> list[str]:
+        return ["r0"]
+
+    def close(self) -> None: ...
+
+
+def serve(*batches: list[Arrival]) -> tuple[Worker, ListPlane]:
+    plane = ListPlane(*batches)
+    worker = plane.worker = Worker(plane, slots())
+    worker.run()
+    return worker, plane
+
+
+def assert_right(arrival: Arrival) -> None:
+    held = [expert(arrival.layer, index) for index in HELD[arrival.layer]]
+    x, token, slot = arrival.x.float(), arrival.pair_token, arrival.pair_slot
+    if arrival.exact:
+        want = reference_rows(x, token, held, slot)
+    else:
+        want = reference_sum(x, token, held, slot, arrival.pair_weight)
+    torch.testing.assert_close(arrival.out, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 33])
+def test_a_lone_part_is_answered_in_its_own_memory(
+    tokens: int, wire: torch.dtype, exact: bool
+) -> None:
+    arrival = part(1, tokens, exact=exact, wire=wire)
+    _, plane = serve([arrival])
+    assert [(a, s) for a, s, _ in plane.answered] == [(arrival, AnswerStatus.OK)]
+    assert_right(arrival)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_parts_of_one_layer_from_several_senders_share_one_call(exact: bool) -> None:
+    parts = [
+        part(1, tokens, peer=f"r{tokens}", exact=exact, seed=tokens) for tokens in (1, 0, 5, 2)
+    ]
+    worker, plane = serve(parts)
+    assert worker.tally.calls == 1
+    assert [a.peer for a, _, _ in plane.answered] == ["r1", "r0", "r5", "r2"]
+    for arrival in parts:
+        assert_right(arrival)
+
+
+def test_the_layer_with_most_waiting_tokens_runs_first() -> None:
+    parts = [part(1, 3), part(3, 2, seed=1), part(3, 2, seed=2), part(1, 0, seed=3)]
+    worker, plane = serve(parts)
+    assert [a.layer for a, _, _ in plane.answered] == [3, 3, 1, 1]
+    assert worker.tally.calls == 2
+
+
+def test_what_arrives_meanwhile_joins_its_layer() -> None:
+    worker, plane = serve([part(1, 1), part(3, 9)], [part(1, 1, seed=1)])
+    assert [a.layer for a, _, _ in plane.answered] == [3, 1, 1]
+    assert worker.tally.calls == 2
+
+
+def test_a_small_part_is_not_passed_over_for_ever() -> None:
+    small = part(1, 1)
+    _, plane = serve([small, part(3, 9)], *[[part(3, 9, seed=n)] for n in range(30)])
+    position = next(i for i, (a, _, _) in enumerate(plane.answered) if a is small)
+    assert 0 < position < 12
+    assert len(plane.answered) == 32
+
+
+def wrong_expert(arrival: Arrival) -> None:
+    arrival.pair_expert[-1] = (arrival.pair_expert[-1] + 1) % EXPERTS
+
+
+def slot_out_of_range(arrival: Arrival) -> None:
+    arrival.pair_slot[0] = 99
+
+
+def negative_slot(arrival: Arrival) -> None:
+    arrival.pair_slot[0] = -3
+
+
+def empty_slot(arrival: Arrival) -> None:
+    arrival.pair_slot[0], arrival.pair_expert[0] = 1, -1
+
+
+@pytest.mark.parametrize("spoil", [wrong_expert, slot_out_of_range, negative_slot, empty_slot])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_pair_that_names_what_its_slot_does_not_hold_is_answered_stale(
+    spoil: object, alone: bool
+) -> None:
+    bad, good = part(3, 2), part(3, 2, seed=1)
+    spoil(bad)  # type: ignore[operator]
+    worker, plane = serve([bad] if alone else [bad, good])
+    statuses = {id(a): s for a, s, _ in plane.answered}
+    assert statuses[id(bad)] == AnswerStatus.STALE
+    assert worker.tally.stale == 1
+    if not alone:
+        assert statuses[id(good)] == AnswerStatus.OK
+        assert_right(good)
+
+
+def test_a_layer_without_slots_is_answered_stale() -> None:
+    unknown = part(7, 1)
+    _, plane = serve([unknown])
+    assert plane.answered == [(unknown, AnswerStatus.STALE, 0)]
+
+
+def test_the_tally_counts_what_was_done() -> None:
+    worker, plane = serve([part(1, 3), part(1, 2, seed=1)], [part(3, 4)])
+    tally = worker.tally
+    assert (tally.calls, tally.parts, tally.tokens, tally.pairs) == (2, 3, 9, 18)
+    assert tally.ffn_ns == pytest.approx(sum(ns for _, _, ns in plane.answered), abs=3)
+    assert tally.awake_ns >= tally.ffn_ns + tally.signal_ns
+
+
+def test_stop_wakes_the_plane() -> None:
+    plane = ListPlane()
+    worker = plane.worker = Worker(plane, slots())
+    worker.stop()
+    worker.run()
+    assert plane.woken == 1

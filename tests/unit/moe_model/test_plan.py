@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_model.plan import ALONE_BYTES, CacheShape, Chunk, Group, Span, StepPlan, plan_step
+
+SHAPE = CacheShape(block_size=16, stride=16, window=None, exact=False)
+
+
+def plan(chunks: list[Chunk], shape: CacheShape = SHAPE, max_context: int = 4096) -> StepPlan:
+    return plan_step(chunks, shape, max_context, lambda p: (p, p))
+
+
+def test_tokens_positions_and_cache_rows_follow_the_chunks() -> None:
+    got = plan([Chunk([7, 8, 9], 15, [3, 5]), Chunk([4], 2, [9])])
+    assert got.token_ids.tolist() == [7, 8, 9, 4]
+    assert got.positions.tolist() == [15, 16, 17, 2]
+    assert got.cache_rows.tolist() == [3 * 16 + 15, 5 * 16, 5 * 16 + 1, 9 * 16 + 2]
+    assert got.last_rows.tolist() == [2, 3]
+
+
+def test_consecutive_blocks_are_read_in_place() -> None:
+    (span,) = plan([Chunk([1], 40, [7, 8, 9])]).parts
+    assert isinstance(span, Span)
+    assert (span.run, span.keys, span.blocks, span.mask) == (7 * 16, 41, None, None)
+    (span,) = plan([Chunk([1], 40, [7, 9, 8])]).parts
+    assert isinstance(span, Span)
+    assert span.run == -1
+    assert span.blocks is not None
+    assert span.blocks.tolist() == [7, 9, 8]
+
+
+def test_unused_end_of_a_block_table_is_ignored() -> None:
+    (span,) = plan([Chunk([1], 16, [7, 8, 2, 5])]).parts
+    assert isinstance(span, Span)
+    assert span.run == 7 * 16
+
+
+def test_single_tokens_share_a_padded_group() -> None:
+    got = plan([Chunk([1], 20, [4, 2]), Chunk([2], 3, [6])])
+    (group,) = got.parts
+    assert isinstance(group, Group)
+    assert (group.rows, group.num, group.keys) == (None, 2, 32)
+    assert group.blocks.tolist() == [4, 2, 6, 0]
+    visible = group.mask[:, 0] == 0
+    assert visible.sum(1).tolist() == [21, 4]
+    assert visible[1].nonzero().flatten().tolist() == [0, 1, 2, 3]
+
+
+def test_long_sequences_attend_alone_only_where_they_lie_together() -> None:
+    blocks = ALONE_BYTES // (16 * 16 * 4) + 1
+    long = list(range(blocks))
+    scattered = long[::-1]
+    start = blocks * 16 - 1
+    got = plan(
+        [Chunk([1], start, long), Chunk([2], start, scattered), Chunk([3], 0, [900])], SHAPE, 9999
+    )
+    kinds = sorted(type(part).__name__ for part in got.parts)
+    assert kinds == ["Group", "Group", "Span"]
+    covered = []
+    for part in got.parts:
+        covered += [part.first] if isinstance(part, Span) else part.rows.tolist()
+    assert sorted(covered) == [0, 1, 2]
+
+
+def test_window_bounds_what_is_read() -> None:
+    shape = CacheShape(block_size=16, stride=16, window=10, exact=False)
+    (span,) = plan([Chunk([1], 50, list(range(4)))], shape).parts
+    assert isinstance(span, Span)
+    assert (span.begin, span.keys, span.run) == (41, 10, 41)
+    (span,) = plan([Chunk([1] * 4, 50, [0, 1, 3, 2])], shape).parts
+    assert isinstance(span, Span)
+    assert (span.begin, span.context, span.skip) == (41, 54, 9)
+    assert span.mask is not None
+    for i in range(4):
+        visible = (span.mask[i] == 0).nonzero().flatten() + span.begin
+        assert visible.tolist() == list(range(41 + i, 51 + i))
+    (group,) = plan([Chunk([1], 50, list(range(4))), Chunk([1], 5, [9])], shape).parts
+    assert isinstance(group, Group)
+    assert (group.mask[:, 0] == 0).sum(1).tolist() == [10, 6]
+    assert group.blocks.tolist() == [2, 3, 9, 0]
+
+
+def test_exact_steps_have_no_groups_and_no_masks() -> None:
+    shape = CacheShape(block_size=16, stride=16, window=None, exact=True)
+    got = plan([Chunk([1], 3, [0]), Chunk([2], 3, [1]), Chunk([3, 4], 0, [2])], shape)
+    assert all(isinstance(part, Span) and part.mask is None and part.run < 0 for part in got.parts)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "complaint"),
+    [
+        ([], "at least one chunk"),
+        ([Chunk([], 0, [0])], "at least one token"),
+        ([Chunk([1], 32, [0, 1])], "block table of 2 blocks"),
+        ([Chunk([1, 2], 4095, list(range(400)))], "context is 4096"),
+    ],
+)
+def test_impossible_chunks_are_refused(chunks: list[Chunk], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        plan(chunks)
+
+
+def test_every_row_belongs_to_one_part() -> None:
+    generator = torch.Generator().manual_seed(0)
+    chunks, block = [], 0
+    for i in range(40):
+        count = 1 if i % 3 else int(torch.randint(1, 40, (1,), generator=generator))
+        start = int(torch.randint(0, 900, (1,), generator=generator))
+        need = (start + count - 1) // 16 + 1
+        chunks.append(Chunk([5] * count, start, list(range(block, block + need))))
+        block += need
+    got = plan(chunks)
+    rows: list[int] = []
+    for part in got.parts:
+        if isinstance(part, Span):
+            rows += range(part.first, part.first + part.count)
+        else:
+            rows += part.rows.tolist()
+    assert sorted(rows) == list(range(got.num_tokens))

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+
+from moe_model.reference import ReferenceModel
+
+from .conftest import DEMO
+
+
+@pytest.fixture(scope="module")
+def reference() -> ReferenceModel:
+    return ReferenceModel(DEMO)
+
+
+def sample(reference: ReferenceModel, **kw) -> list[int]:
+    return list(reference.generate([5, 6, 7], 20, ignore_eos=True, **kw))
+
+
+def test_a_seed_repeats_its_draws_and_another_differs(reference: ReferenceModel) -> None:
+    first = sample(reference, temperature=1.0, seed=1)
+    assert first == sample(reference, temperature=1.0, seed=1)
+    assert first != sample(reference, temperature=1.0, seed=2)
+
+
+def test_a_narrow_nucleus_is_greedy(reference: ReferenceModel) -> None:
+    assert sample(reference, temperature=1.0, top_p=1e-6) == sample(reference)
+
+
+def test_generation_ends_with_the_context(reference: ReferenceModel) -> None:
+    context = reference.model.spec.max_context
+    prompt = [5] * (context - 3)
+    assert len(list(reference.generate(prompt, 10, ignore_eos=True))) == 3
+    assert list(reference.generate([5] * context, 10)) == []
+
+
+def test_generation_stops_at_end_of_sequence_without_yielding_it(reference: ReferenceModel) -> None:
+    eos = set(reference.model.spec.eos_token_ids)
+    # Sampled hot enough, some seed meets the token soon.
+    for seed in range(40):
+        tokens = list(reference.generate([5], 200, temperature=3.0, seed=seed))
+        assert not eos & set(tokens)
+        if len(tokens) < 200:
+            return
+    pytest.fail("no seed drew an end-of-sequence token")

@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from mesh.membership import Rules
+from mesh.messages import (
+    AssignSlots,
+    FromPlanner,
+    GetStatus,
+    GetView,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Load,
+    LoadReport,
+    Member,
+    MemberState,
+    Placement,
+    Refused,
+    Role,
+    SlotsReady,
+    Status,
+    Unknown,
+    View,
+    Welcome,
+)
+from mesh.placement import local_slots
+from planner_svc.balance import LoadWindow
+from planner_svc.coordinator import Coordinator, Effect, Identity, Keep, Note, Publish, Send
+from planner_svc.rollout import ModelShape, Rollout
+
+DIGEST = "d1"
+RULES = Rules(model_digest=DIGEST, suspect_after_s=1.5, dead_after_s=5.0, tick_s=0.5)
+
+
+def coordinator(first: int = 1000, wanted: int = 2) -> Coordinator:
+    shape = ModelShape((1, 2), 4)
+    me = Member(id="planner", role="planner", incarnation=1, pid=1, host="h", state="ready")
+    return Coordinator(
+        Identity(mesh="m", model="demo", me=me, broadcast="ipc://b", heartbeat_ms=500),
+        RULES,
+        Rollout(
+            shape=shape,
+            redundant_slots=0,
+            wanted_ranks=wanted,
+            patience_s=60.0,
+            stored=None,
+            first_command=first,
+        ),
+        LoadWindow(2, 4),
+        first_version=first,
+    )
+
+
+def hello(
+    id_: str,
+    role: Role = "expert",
+    incarnation: int = 1,
+    digest: str = DIGEST,
+    placement: Placement | None = None,
+) -> Hello:
+    return Hello(
+        id=id_,
+        role=role,
+        incarnation=incarnation,
+        pid=7,
+        host="h",
+        model_digest=digest,
+        placement=placement,
+    )
+
+
+def beat(
+    id_: str, state: MemberState = "ready", incarnation: int = 1, version: int = 0
+) -> Heartbeat:
+    return Heartbeat(
+        id=id_, incarnation=incarnation, state=state, load=Load(), view_version=version
+    )
+
+
+def sent(effects: Sequence[Effect], peer: bytes) -> list[FromPlanner]:
+    return [e.message for e in effects if isinstance(e, Send) and e.peer == peer]
+
+
+def published(effects: Sequence[Effect]) -> list[View]:
+    return [effect.view for effect in effects if isinstance(effect, Publish)]
+
+
+def assigned(effects: Sequence[Effect]) -> dict[bytes, AssignSlots]:
+    return {
+        effect.peer: effect.message
+        for effect in effects
+        if isinstance(effect, Send) and isinstance(effect.message, AssignSlots)
+    }
+
+
+def acknowledge(
+    state: Coordinator, peer: bytes, command: AssignSlots, now: float, incarnation: int = 1
+) -> list[Effect]:
+    message = SlotsReady(
+        id=peer.decode(), incarnation=incarnation, command=command.command, epoch=command.epoch
+    )
+    effects = state.received(peer, message, now)
+    state.check()
+    return effects
+
+
+def placed(state: Coordinator) -> Placement:
+    state.received(b"e0", hello("e0"), 0.0)
+    commands = assigned(state.received(b"e1", hello("e1"), 0.0))
+    for peer, command in commands.items():
+        acknowledge(state, peer, command, 0.0)
+    assert state.view.placement is not None
+    return state.view.placement
+
+
+def status(state: Coordinator, now: float = 0.0) -> Status:
+    (answer,) = sent(state.received(b"admin", GetStatus(), now), b"admin")
+    assert isinstance(answer, Status)
+    return answer
+
+
+def test_a_member_is_welcomed_and_the_new_view_broadcast() -> None:
+    state = coordinator()
+    effects = state.received(b"p", hello("e0"), 0.0)
+    assert sent(effects, b"p") == [
+        Welcome(protocol=1, heartbeat_ms=500, broadcast="ipc://b"),
+    ]
+    (view,) = published(effects)
+    assert view.version == 1001
+    assert [(m.id, m.role, m.state) for m in view.members] == [
+        ("planner", "planner", "ready"),
+        ("e0", "expert", "joining"),
+    ]
+    assert sent(state.received(b"p", GetView(), 0.0), b"p") == [view]
+
+
+def test_another_model_is_refused_for_good() -> None:
+    state = coordinator()
+    (refused,) = sent(state.received(b"p", hello("e0", digest="other"), 0.0), b"p")
+    assert isinstance(refused, Refused)
+    assert not refused.retry
+    assert "other" in refused.reason
+    assert state.view.version == 1000
+
+
+def test_a_stranger_is_asked_for_its_hello() -> None:
+    state = coordinator()
+    for message in (
+        beat("e0"),
+        SlotsReady(id="e0", incarnation=1, command=1, epoch=1),
+        LoadReport(id="e0", incarnation=1, counts=()),
+        Goodbye(id="e0", incarnation=1),
+    ):
+        assert state.received(b"p", message, 0.0) == [Send(b"p", Unknown())]
+    state.received(b"p", hello("e0"), 0.0)
+    assert sent(state.received(b"p", beat("e9"), 0.0), b"p") == [Unknown()]
+    assert sent(state.received(b"other", beat("e0"), 0.0), b"other") == [Unknown()]
+
+
+def test_the_first_placement_is_committed_when_all_ranks_acknowledge() -> None:
+    state = coordinator()
+    state.received(b"e0", hello("e0"), 0.0)
+    commands = assigned(state.received(b"e1", hello("e1"), 0.0))
+    assert set(commands) == {b"e0", b"e1"}
+    acknowledge(state, b"e0", commands[b"e0"], 1.0)
+    assert state.view.placement is None
+    effects = acknowledge(state, b"e1", commands[b"e1"], 1.0)
+    (view,) = published(effects)
+    assert view.placement is not None
+    assert view.placement.ranks == ("e0", "e1")
+    assert Keep(view.placement) in effects
+    assert state.epoch == 1
+
+
+def test_an_old_view_is_repaired_by_the_heartbeat() -> None:
+    state = coordinator()
+    state.received(b"e0", hello("e0"), 0.0)
+    effects = state.received(b"e0", beat("e0", version=3), 0.1)
+    assert sent(effects, b"e0") == [state.view] == published(effects)
+    now = state.view.version
+    assert sent(state.received(b"e0", beat("e0", version=now), 0.2), b"e0") == []
+
+
+def test_status_says_what_the_mesh_waits_for_until_it_can_run_a_token() -> None:
+    state = coordinator()
+    assert "no expert worker" in status(state).reason
+    state.received(b"e0", hello("e0"), 0.0)
+    assert "1 of 2" in status(state).reason
+    commands = assigned(state.received(b"e1", hello("e1"), 0.0))
+    state.received(b"e0", beat("e0", "loading"), 0.0)
+    assert "loading experts" in status(state).reason
+    for peer, command in commands.items():
+        acknowledge(state, peer, command, 0.0)
+    state.received(b"e0", beat("e0"), 0.0)
+    assert "4 experts are served by nobody, waiting for: e1 (joining)" in status(state).reason
+    state.received(b"e1", beat("e1"), 0.0)
+    assert status(state).reason == "no router is ready"
+    state.received(b"r0", hello("r0", "router"), 0.0)
+    assert "r0 (joining)" in status(state).reason
+    assert not status(state).ready
+    state.received(b"r0", beat("r0"), 0.0)
+    assert status(state).ready
+    assert status(state).reason == ""
+    assert status(state).epoch == 1
+
+
+def test_a_failed_assignment_is_named_in_the_status() -> None:
+    state = coordinator(wanted=1)
+    (command,) = assigned(state.received(b"e0", hello("e0"), 0.0)).values()
+    failed = SlotsReady(
+        id="e0", incarnation=1, command=command.command, epoch=1, error="file truncated"
+    )
+    effects = state.received(b"e0", failed, 0.0)
+    assert any(isinstance(e, Note) and e.event == "slots.failed" for e in effects)
+    assert status(state).reason == "e0: file truncated"
+
+
+def test_a_lost_connection_makes_a_suspect_then_dead_and_the_placement_stands() -> None:
+    state = coordinator()
+    placement = placed(state)
+    (view,) = published(state.closed(b"e1", 1.0))
+    assert view.members[-1].state == "suspect"
+    for tick in (1.5, 2.0, 2.5):
+        state.received(b"e0", beat("e0"), tick)
+        state.tick(tick)
+        state.check()
+    assert state.view.members[-1].state == "dead"
+    assert state.view.placement == placement
+
+
+def test_a_new_process_of_a_dead_rank_gets_its_slots_again() -> None:
+    state = coordinator()
+    placement = placed(state)
+    effects = state.received(b"e1-again", hello("e1", incarnation=2), 3.0)
+    command = assigned(effects)[b"e1-again"]
+    assert command.slots == local_slots(placement, "e1")
+    assert b"e0" not in assigned(effects)
+    state.check()
+    # The old process is fenced, whatever connection it still has.
+    assert sent(state.received(b"e1", beat("e1"), 3.1), b"e1") == [Unknown()]
+    (refused,) = sent(state.received(b"e1", hello("e1", incarnation=1), 3.2), b"e1")
+    assert isinstance(refused, Refused)
+    # Its late farewell takes nothing from its successor.
+    state.closed(b"e1", 3.3)
+    assert state.view.members[-1].state == "joining"
+
+
+def test_a_reconnected_member_is_known_by_its_new_connection_alone() -> None:
+    state = coordinator()
+    placed(state)
+    state.received(b"e1-b", hello("e1"), 1.0)
+    state.closed(b"e1", 1.1)
+    state.check()
+    assert [m.state for m in state.view.members[1:]] == ["joining", "joining"]
+    effects = state.received(b"e1-b", beat("e1"), 1.2)
+    assert sent(effects, b"e1-b") == [state.view]
+
+
+def test_a_member_that_says_goodbye_has_left() -> None:
+    state = coordinator()
+    placed(state)
+    state.received(b"e1", Goodbye(id="e1", incarnation=1, reason="stopped"), 1.0)
+    assert state.view.members[-1].state == "left"
+    assert "e1 (left" in status(state).reason
+
+
+def test_a_restarted_planner_takes_the_placement_from_its_members() -> None:
+    old = coordinator()
+    placement = msgspec.structs.replace(placed(old), epoch=5)
+    state = coordinator(first=9000)
+    effects = state.received(b"r0", hello("r0", "router", placement=placement), 0.0)
+    (view,) = published(effects)
+    assert view.placement == placement
+    assert view.version > old.view.version
+    commands = assigned(state.received(b"e0", hello("e0", placement=placement), 0.0))
+    assert commands[b"e0"].epoch == 5
+    assert commands[b"e0"].slots == local_slots(placement, "e0")
+
+
+def test_load_reports_add_up_to_balancedness_and_bad_ones_are_counted() -> None:
+    state = coordinator()
+    placement = placed(state)
+    state.received(b"r0", hello("r0", "router"), 0.0)
+    assert status(state).balancedness == 1.0
+    # All tokens to one expert of each layer: one rank of two is idle.
+    counts = ((8, 0, 0, 0), (8, 0, 0, 0))
+    report = LoadReport(id="r0", incarnation=1, counts=counts, tokens=8)
+    state.received(b"r0", report, 0.0)
+    assert placement.ranks == ("e0", "e1")
+    assert status(state).balancedness == 0.5
+    assert status(state).tokens == 8
+    state.received(b"r0", msgspec.structs.replace(report, counts=((1, 2),)), 0.0)
+    assert state.dropped_reports == 1
+    assert status(state).tokens == 8
+    assert status(state, now=1000.0).balancedness == 1.0

@@ -1,0 +1,310 @@
+"""The engine against the one-process model, exact: same tokens, whatever happens on the way."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from moe_model.reference import ReferenceModel
+
+
+def prompts(count: int, longest: int = 60, seed: int = 1) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(2, 3000) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+_EXPECTED: dict[tuple[int, ...], list[int]] = {}
+
+
+def expected(reference: ReferenceModel, prompt: list[int], max_tokens: int) -> list[int]:
+    """Greedy tokens; the longest answer to each prompt is computed once."""
+    known = _EXPECTED.get(tuple(prompt), [])
+    if len(known) < max_tokens:
+        known = list(reference.generate(prompt, max_tokens, ignore_eos=True))
+        _EXPECTED[tuple(prompt)] = known
+    return known[:max_tokens]
+
+
+def all_is_free(mesh) -> None:
+    mesh.wait(lambda: mesh.engine.state.running + mesh.engine.state.waiting == 0)
+    state = mesh.engine.state
+    assert state.kv_blocks_free == state.kv_blocks_total
+    assert state.lane_slots_in_use == 0
+
+
+@pytest.mark.parametrize(
+    ("workers", "settings"),
+    [
+        ("a", {}),
+        ("abc", {}),
+        ("ab", {"micro_batches": "2"}),
+        ("abc", {"micro_batches": "3", "capacity_tokens": 5}),
+        ("a", {"micro_batches": "auto", "max_step_tokens": 7}),
+        ("ab", {"prefix_cache": False, "block_size": 4}),
+        ("a", {"max_running": 2, "kv_cache_bytes": 1}),
+    ],
+    ids=str,
+)
+def test_tokens_are_those_of_the_reference(start_engine, reference, settings, workers) -> None:
+    if settings.get("kv_cache_bytes"):  # five blocks: one sequence and a half
+        block = reference.model.kv_bytes_per_block(16)
+        settings = {**settings, "kv_cache_bytes": 5 * block}
+    mesh = start_engine(**settings)
+    mesh.start_workers(*workers)
+    asked = prompts(5)
+    for i, prompt in enumerate(asked):
+        mesh.submit(str(i), prompt, max_tokens=12)
+    for prompt, sequence in zip(asked, mesh.finish(), strict=True):
+        assert sequence.tokens == expected(reference, prompt, 12)
+        assert sequence.finish == "length"
+    all_is_free(mesh)
+
+
+def test_preemption_changes_no_token(start_engine, reference) -> None:
+    block = reference.model.kv_bytes_per_block(4)
+    mesh = start_engine(block_size=4, kv_cache_bytes=12 * block)
+    mesh.start_workers("a")
+    asked = prompts(3, longest=12)
+    for i, prompt in enumerate(asked):
+        mesh.submit(str(i), prompt, max_tokens=24)
+    for prompt, sequence in zip(asked, mesh.finish(), strict=True):
+        assert sequence.tokens == expected(reference, prompt, 24)
+    assert mesh.engine.state.preemptions > 0
+    all_is_free(mesh)
+
+
+def test_a_known_prefix_is_reused_and_changes_nothing(start_engine, reference) -> None:
+    mesh = start_engine()
+    mesh.start_workers("a", "b")
+    prompt = prompts(1, 60, seed=4)[0] + list(range(100, 140))
+    for name in ("cold", "warm"):
+        mesh.submit(name, prompt, max_tokens=8)
+        mesh.finish(name)
+    cold, warm = mesh.finish()
+    assert cold.tokens == warm.tokens == expected(reference, prompt, 8)
+    assert cold.deltas[0].cached_tokens == 0
+    assert warm.deltas[0].cached_tokens == (len(prompt) - 1) // 16 * 16
+
+
+def test_sampling_depends_on_seed_and_position_not_on_company(start_engine) -> None:
+    mesh = start_engine(micro_batches="2")
+    mesh.start_workers("a")
+    prompt = [5, 6, 7]
+    hot = {"temperature": 1.0, "top_p": 0.9, "max_tokens": 16}
+    mesh.submit("alone", prompt, seed=11, **hot)
+    mesh.finish("alone")
+    for i, other in enumerate(prompts(6)):
+        mesh.submit(f"noise{i}", other, seed=i, **hot)
+    mesh.submit("again", prompt, seed=11, **hot)
+    mesh.submit("other seed", prompt, seed=12, **hot)
+    mesh.finish()
+    alone = mesh.sequences["alone"].tokens
+    assert mesh.sequences["again"].tokens == alone
+    assert mesh.sequences["other seed"].tokens != alone
+    mesh.submit("moved", prompt, seed=11, output=alone[:5], **hot)  # another router began it
+    assert mesh.finish("moved")[0].tokens == alone[5:]
+
+
+def test_logprobs_and_prompt_logprobs(start_engine, reference) -> None:
+    mesh = start_engine(max_step_tokens=50)
+    mesh.start_workers("a", "b")
+    prompt = prompts(1, 200, seed=3)[0] + list(range(50, 200))
+    mesh.submit("scored", prompt, max_tokens=3, logprobs=2, prompt_logprobs=1)
+    sequence = mesh.finish("scored")[0]
+    logprobs = torch.log_softmax(reference.logits([*prompt, *sequence.tokens]), -1)
+    first = sequence.deltas[0]
+    assert len(first.prompt_logprobs) == len(prompt)
+    assert first.prompt_logprobs[0] is None
+    for position, found in enumerate(first.prompt_logprobs[1:], 1):
+        assert found is not None
+        assert found.token == prompt[position]
+        assert found.logprob == pytest.approx(
+            float(logprobs[position - 1, prompt[position]]), abs=1e-4
+        )
+        assert found.top[0][1] == pytest.approx(float(logprobs[position - 1].max()), abs=1e-4)
+    for index, delta in enumerate(sequence.deltas):
+        (found,) = delta.logprobs
+        assert found.token == delta.tokens[0]
+        assert found.top[0] == (found.token, found.logprob)
+        row = logprobs[len(prompt) - 1 + index]
+        assert found.logprob == pytest.approx(float(row.max()), abs=1e-4)
+    assert all(not delta.prompt_logprobs for delta in sequence.deltas[1:])
+
+
+def test_a_prompt_alone_can_be_scored(start_engine) -> None:
+    mesh = start_engine()
+    mesh.start_workers("a")
+    mesh.submit("scored", [5, 6, 7], max_tokens=0, prompt_logprobs=0)
+    (delta,) = mesh.finish("scored")[0].deltas
+    assert delta.tokens == ()
+    assert delta.finish == "length"
+    assert [p is None for p in delta.prompt_logprobs] == [True, False, False]
+
+
+def test_stop_tokens_end_a_sequence(start_engine, reference) -> None:
+    mesh = start_engine()
+    mesh.start_workers("a")
+    tokens = expected(reference, [5, 6, 7], 12)
+    stop = tokens[6]
+    mesh.submit("stops", [5, 6, 7], max_tokens=12, stop_token_ids=(stop,))
+    sequence = mesh.finish("stops")[0]
+    assert sequence.tokens == tokens[: tokens.index(stop)]
+    assert sequence.finish == "stop"
+    assert sequence.deltas[-1].stop_token == stop
+
+
+def test_cancelling_frees_everything(start_engine) -> None:
+    mesh = start_engine(max_running=2)
+    mesh.start_workers("a")
+    for i, prompt in enumerate(prompts(6)):
+        mesh.submit(str(i), prompt, owner=b"g" if i < 4 else b"other", max_tokens=900)
+    mesh.wait(lambda: mesh.sequences["0"].deltas)
+    mesh.engine.cancel(("0", "3", "unknown"))
+    mesh.finish("0", "3")
+    mesh.engine.cancel_all_of(b"other")
+    mesh.finish("4", "5")
+    assert not mesh.sequences["1"].over
+    mesh.engine.cancel_all_of(b"g")
+    assert {sequence.finish for sequence in mesh.finish()} == {"cancelled"}
+    all_is_free(mesh)
+
+
+def test_each_gateway_gets_its_own(start_engine) -> None:
+    mesh = start_engine()
+    mesh.start_workers("a")
+    mesh.submit("mine", [5], owner=b"me", max_tokens=3)
+    mesh.submit("yours", [6], owner=b"you", max_tokens=3)
+    mesh.finish()
+    for results in mesh.steps:
+        for owner, deltas in results.deltas.items():
+            assert {d.request for d in deltas} == {"mine" if owner == b"me" else "yours"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "more", "reason"),
+    [
+        ([5, 3072], {}, "token id 3072"),
+        ([-1], {}, "token id -1"),
+        ([5], {"logit_bias": ((9999, 1.0),)}, "token id 9999"),
+        ([5], {"stop_token_ids": (9999,)}, "token id 9999"),
+        ([5] * 1000, {"max_tokens": 100}, "exceed the context"),
+        ([], {}, "no token"),
+    ],
+)
+def test_what_cannot_run_is_rejected_and_harms_nobody(start_engine, prompt, more, reason) -> None:
+    mesh = start_engine()
+    mesh.start_workers("a")
+    mesh.submit("bad", prompt, **{"max_tokens": 4, **more})
+    mesh.submit("good", [5, 6], max_tokens=4)
+    bad, good = mesh.finish()
+    assert bad.rejected is not None
+    assert reason in bad.rejected.reason
+    assert bad.rejected.retry_after_s == 0
+    assert good.finish == "length"
+
+
+def test_a_full_queue_says_when_to_come_back(start_engine) -> None:
+    mesh = start_engine(max_running=1, max_waiting=1)
+    mesh.start_workers("a")
+    mesh.submit("runs", [5], max_tokens=900)
+    mesh.wait(lambda: mesh.sequences["runs"].deltas)
+    mesh.submit("waits", [5], max_tokens=1)
+    mesh.submit("too many", [5], max_tokens=1)
+    rejected = mesh.finish("too many")[0].rejected
+    assert rejected is not None
+    assert rejected.retry_after_s > 0
+    mesh.engine.cancel(("runs",))
+    assert mesh.finish("waits")[0].finish == "length"
+
+
+def test_a_request_past_its_deadline_ends_with_an_error(start_engine) -> None:
+    mesh = start_engine()
+    mesh.start_workers("a")
+    mesh.submit("late", [5], max_tokens=1000, deadline_ms=1)
+    sequence = mesh.finish("late")[0]
+    assert sequence.finish == "error"
+    assert "deadline" in sequence.deltas[-1].error
+    all_is_free(mesh)
+
+
+def test_a_lost_worker_that_returns_costs_no_token(start_engine, reference) -> None:
+    mesh = start_engine(micro_batches="2")
+    mesh.start_workers("a", "b")
+    asked = prompts(3, 20)
+    for i, prompt in enumerate(asked):
+        mesh.submit(str(i), prompt, max_tokens=40)
+    mesh.wait(lambda: len(mesh.sequences["0"].tokens) >= 3)
+    mesh.workers["b"].stop()
+    mesh.wait(lambda: mesh.engine.state.unserved)
+    assert "not serving: b" in mesh.engine.state.unserved
+    mesh.start_worker("b")
+    mesh.publish()
+    for prompt, sequence in zip(asked, mesh.finish(), strict=True):
+        assert sequence.tokens == expected(reference, prompt, 40)
+    all_is_free(mesh)
+
+
+def test_a_worker_declared_dead_is_given_up_although_its_lane_stands(
+    start_engine, reference
+) -> None:
+    mesh = start_engine()
+    mesh.start_workers("a", "b")
+    mesh.submit("r", [5, 6, 7], max_tokens=30)
+    mesh.wait(lambda: len(mesh.sequences["r"].tokens) >= 3)
+    hung = mesh.workers["b"]
+    hung.held.clear()
+    mesh.publish(b="dead")
+    mesh.wait(lambda: mesh.engine.state.unserved)
+    hung.stop()
+    mesh.start_worker("b")
+    mesh.publish()
+    assert mesh.finish("r")[0].tokens == expected(reference, [5, 6, 7], 30)
+
+
+def test_only_requests_that_needed_lost_experts_fail_and_later_ones_run(start_engine) -> None:
+    mesh = start_engine(expert_timeout_s=0.05)
+    mesh.start_workers("a", "b")
+    mesh.submit("fine", [5], max_tokens=2)
+    mesh.finish("fine")
+    mesh.workers["b"].stop()
+    mesh.wait(lambda: mesh.engine.state.unserved)
+    mesh.submit("doomed", [5], max_tokens=2)
+    doomed = mesh.finish("doomed")[0]
+    assert doomed.finish == "error"
+    assert "no expert worker served experts" in doomed.deltas[-1].error
+    all_is_free(mesh)
+    mesh.start_worker("b")
+    mesh.publish()
+    mesh.wait(lambda: not mesh.engine.state.unserved)
+    mesh.submit("later", [5], max_tokens=2)
+    assert mesh.finish("later")[0].tokens == mesh.sequences["fine"].tokens
+
+
+def test_stopping_ends_what_runs_and_what_waits_for_experts(start_engine) -> None:
+    mesh = start_engine()
+    mesh.start_workers("a", "b")
+    mesh.submit("runs", [5], max_tokens=900)
+    mesh.wait(lambda: mesh.sequences["runs"].deltas)
+    mesh.workers["b"].stop()
+    mesh.wait(lambda: mesh.engine.state.unserved)
+    mesh.stop()
+    assert mesh.finish("runs")[0].finish == "cancelled"
+
+
+def test_the_profile_accounts_for_every_step(start_engine) -> None:
+    mesh = start_engine()
+    mesh.start_workers("a")
+    mesh.submit("r", [5, 6, 7], max_tokens=20)
+    mesh.finish("r")
+    all_is_free(mesh)
+    times = mesh.engine.times
+    assert times.steps == 20
+    assert times.tokens == 3 + 19
+    parts = [times.plan_ns, times.attention_ns, times.gate_ns, times.shared_ns, times.head_ns]
+    around = [times.send_ns, times.wait_ns, times.combine_ns, times.sampling_ns]
+    assert all(ns > 0 for ns in (*parts, *around, times.python_ns))
+    assert sum(parts) + sum(around) + times.python_ns == times.step_ns
+    counts = mesh.engine.expert_counts()
+    assert (counts.sum(1) == times.tokens * mesh.spec.experts_per_token).all()

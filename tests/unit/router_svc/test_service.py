@@ -1,0 +1,169 @@
+"""The router's process among real ones, as a gateway sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mesh.links import ClientLink, Net
+from mesh.messages import (
+    Cancel,
+    Delta,
+    FromRouter,
+    Ping,
+    Pong,
+    Rejected,
+    Sampling,
+    Submit,
+    Tokens,
+    ToRouter,
+)
+from moe_model.reference import ReferenceModel
+
+DEADLINE_S = 30.0
+
+
+class Processes:
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, module: str, id_: str) -> subprocess.Popen[bytes]:
+        overrides = {
+            "mesh.run_dir": self.run_dir,
+            "mesh.experts": 2,
+            "metrics.enabled": "false",
+            "logs.format": "json",
+        }
+        flags = [flag for key, value in overrides.items() for flag in ("--set", f"{key}={value}")]
+        with (self.run_dir / f"{id_}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, "--id", id_, *flags], stdout=log, stderr=log
+            )
+        self._started.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.wait(10.0)
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    with tempfile.TemporaryDirectory(prefix="mm") as directory:  # short: sockets live in it
+        processes = Processes(Path(directory))
+        yield processes
+        processes.close()
+
+
+class Gateway:
+    """One gateway's link, with what it has received so far."""
+
+    def __init__(self, net: Net, run_dir: Path) -> None:
+        self.link: ClientLink[FromRouter, ToRouter] = ClientLink(
+            net, f"ipc://{run_dir}/r.sock", receives=FromRouter
+        )
+        self.deltas: dict[str, list[Delta]] = {}
+        self.rejected: dict[str, Rejected] = {}
+        self.pong: Pong | None = None
+
+    async def until(self, condition: Callable[[], object], *, ping: bool = False) -> None:
+        """Receive until ``condition`` holds; with ``ping`` ask again after each answer."""
+        async with asyncio.timeout(DEADLINE_S):
+            await self.link.wait_up()
+            if ping:
+                self.link.send(Ping(gateway="g", incarnation=1))
+            while not condition():
+                match await self.link.recv():
+                    case Tokens(deltas=deltas):
+                        for delta in deltas:
+                            self.deltas.setdefault(delta.request, []).append(delta)
+                    case Rejected() as rejected:
+                        self.rejected[rejected.request] = rejected
+                    case Pong() as pong:
+                        self.pong = pong
+                        if ping and not condition():
+                            await asyncio.sleep(0.02)
+                            self.link.send(Ping(gateway="g", incarnation=1))
+
+    def submit(self, name: str, prompt: list[int], max_tokens: int) -> None:
+        sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        submit = Submit(request=name, trace=name, prompt=tuple(prompt), sampling=sampling)
+        assert self.link.send(submit)
+
+    def finish(self, name: str) -> str | None:
+        deltas = self.deltas.get(name)
+        return deltas[-1].finish if deltas else None
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for delta in self.deltas[name] for token in delta.tokens]
+
+    def ready(self) -> bool:
+        return self.pong is not None and self.pong.ready
+
+    def idle(self) -> bool:
+        load = None if self.pong is None else self.pong.load
+        return load is not None and load.running == 0 and load.kv_blocks_free > 0
+
+
+def test_a_router_from_start_to_stop(processes: Processes, reference: ReferenceModel) -> None:
+    asyncio.run(_from_start_to_stop(processes, reference))
+
+
+async def _from_start_to_stop(processes: Processes, reference: ReferenceModel) -> None:
+    router = processes.start("router_svc", "r")
+    net = Net()
+    gateway = Gateway(net, processes.run_dir)
+
+    # Alone it runs and says why it is not ready.
+    await gateway.until(lambda: gateway.pong, ping=True)
+    assert gateway.pong is not None
+    assert not gateway.pong.ready
+    assert gateway.pong.reason
+    gateway.submit("early", [5], 1)
+    await gateway.until(lambda: "early" in gateway.rejected)
+    assert gateway.rejected["early"].retry_after_s > 0
+
+    # With the others it warms up and serves.
+    processes.start("planner_svc", "planner")
+    processes.start("expert_svc", "a")
+    processes.start("expert_svc", "b")
+    await gateway.until(gateway.ready, ping=True)
+    prompt = [7, 8, 9]
+    gateway.submit("first", prompt, 8)
+    await gateway.until(lambda: gateway.finish("first"))
+    assert gateway.tokens("first") == list(reference.generate(prompt, 8, ignore_eos=True))
+
+    # Cancelled ones stop and free their blocks.
+    gateway.submit("long", prompt, 900)
+    await gateway.until(lambda: gateway.deltas.get("long"))
+    gateway.link.send(Cancel(requests=("long",)))
+    await gateway.until(lambda: gateway.finish("long") == "cancelled")
+    await gateway.until(gateway.idle, ping=True)
+
+    # So do those of a gateway that goes away.
+    leaver = Gateway(net, processes.run_dir)
+    await leaver.until(leaver.ready, ping=True)
+    leaver.submit("left", prompt, 900)
+    await leaver.until(lambda: leaver.deltas.get("left"))
+    leaver.link.close()
+    gateway.pong = None
+    await gateway.until(gateway.idle, ping=True)
+
+    # A router that is told to stop hands back what it runs.
+    gateway.submit("handed back", prompt, 900)
+    await gateway.until(lambda: gateway.deltas.get("handed back"))
+    router.send_signal(signal.SIGTERM)
+    await gateway.until(lambda: gateway.finish("handed back") == "cancelled")
+    assert await asyncio.to_thread(router.wait, DEADLINE_S) == 0
+    gateway.link.close()
+    net.close()
+    assert not (processes.run_dir / "r.sock").exists()
