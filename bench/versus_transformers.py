@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 
 import torch
-from load import run_level
 from transformers import AutoModelForCausalLM
 
+from compose.load import Level, run_level
 from tests.support.meshes import Mesh
 
 DEMO = Path(__file__).parents[1] / "demo" / "model"
@@ -42,6 +42,12 @@ def transformers_rate(model: torch.nn.Module, streams: int, tokens: int) -> floa
     return streams * (tokens - 1) / (seconds(tokens) - seconds(1))
 
 
+async def mesh_level(url: str, model: str, streams: int, tokens: int, seed: int) -> Level:
+    return await run_level(
+        url, model, streams, prompt_tokens=PROMPT_TOKENS, tokens=tokens, vocab=3000, seed=seed
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=128)
@@ -52,16 +58,16 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     with Mesh(experts=2) as mesh, torch.inference_mode():
         name = json.loads(mesh.get("/v1/models")[1])["data"][0]["id"]
-        asyncio.run(run_level(mesh.url, name, 2, PROMPT_TOKENS, 16, 3000, seed=0))
+        asyncio.run(mesh_level(mesh.url, name, 2, 16, seed=0))
         for streams in (int(n) for n in arguments.streams.split(",")):
             ours: list[float] = []
             theirs: list[float] = []
             for repeat in range(arguments.repeat):
                 theirs.append(transformers_rate(model, streams, arguments.tokens))
-                level = run_level(
-                    mesh.url, name, streams, PROMPT_TOKENS, arguments.tokens, 3000, seed=repeat + 1
+                level = asyncio.run(
+                    mesh_level(mesh.url, name, streams, arguments.tokens, seed=repeat + 1)
                 )
-                ours.append(asyncio.run(level)["decode"])
+                ours.append(level.decode)
             mesh_rate, peer_rate = statistics.median(ours), statistics.median(theirs)
             print(
                 f"{streams:3d} streams: mesh {mesh_rate:8.1f} tok/s {ours}, transformers "

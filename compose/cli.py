@@ -25,6 +25,7 @@ for _name, _help in {
     "version": "Print the versions of moemesh, its protocol and what it runs on.",
 }.items():
     app.command(f"compose.commands.{_name}:{_name}", name=_name, help=_help)
+app.command("compose.commands.bench:app", name="bench")
 
 
 def main() -> None:

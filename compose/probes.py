@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
+from urllib.parse import urlsplit
 
 from compose.processes import Endpoint
 from mesh.links import ClientLink, LinkError, Net
@@ -11,7 +12,7 @@ from mesh.messages import FromPlanner, GetStatus, Status, ToPlanner
 from mesh.rundir import planner_address
 from mesh.settings import Settings
 
-_MAX_ANSWER_BYTES = 64 * 1024
+_MAX_ANSWER_BYTES = 1024 * 1024
 
 
 class PlannerProbe:
@@ -63,6 +64,20 @@ async def gateway_readiness(endpoint: Endpoint, timeout_s: float) -> str | None:
     except OSError as error:
         return f"{endpoint.url} does not answer: {error}"
     return None if status == 200 else f"{endpoint.url}/ready says {status}: {body[:300]}"
+
+
+async def fetch_metrics(url: str, timeout_s: float) -> str:
+    """A member's Prometheus page. Raises ``OSError`` when it does not come in time."""
+    parts = urlsplit(url)
+    endpoint = Endpoint(parts.hostname or "", parts.port or 80)
+    try:
+        async with asyncio.timeout(timeout_s):
+            status, body = await _get(endpoint, parts.path)
+    except TimeoutError:
+        raise OSError(f"no answer within {timeout_s:g} s") from None
+    if status != 200:
+        raise OSError(f"status {status}")
+    return body
 
 
 async def _get(endpoint: Endpoint, path: str) -> tuple[int, str]:

@@ -40,7 +40,7 @@ class Direction:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         # Half the time of ATen's composition: hypot does the square, the sum and the root.
-        length = torch.linalg.vector_norm(x, 2, -1, True)
+        length: torch.Tensor = torch.linalg.vector_norm(x, 2, -1, True)
         direction: torch.Tensor = torch.div(x, length.hypot_(self._floor))
         return direction
 

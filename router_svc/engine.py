@@ -223,6 +223,16 @@ class Engine:
         """What was sent to experts since start; read by any thread."""
         return self._experts.tally
 
+    @property
+    def copy_ns(self) -> int:
+        """Time spent writing parts into lanes, since start."""
+        return self._plane.copy_ns
+
+    @property
+    def signal_ns(self) -> int:
+        """Time spent publishing parts and waking workers, since start."""
+        return self._plane.signal_ns
+
     # -------------------------------------------------------------- the compute thread
 
     def run(self) -> None:

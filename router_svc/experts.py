@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import lru_cache
 from time import perf_counter_ns
 
 import numpy as np
@@ -29,6 +30,14 @@ from router_svc.routing import NOWHERE, Index, RouteTable, split
 _STALE_RETRY_S = 0.02
 """Pause before a stale part goes out again when no newer placement has come: the worker may be
 about to finish loading what it was told to."""
+
+
+@lru_cache(maxsize=256)
+def _tokens_of(pairs: int, top_k: int) -> Index:
+    """The token of each pair of a whole micro-batch."""
+    token = np.arange(pairs) // top_k
+    token.flags.writeable = False
+    return token
 
 
 class ExpertsUnavailableError(Exception):
@@ -92,6 +101,8 @@ class MeshTicket:
     pieces: list[_Piece] = field(default_factory=list)
     missing: int = 0
     """Pieces unanswered and sets of pairs parked."""
+    slowest_ns: int = 0
+    """Longest that a worker computed for one of its pieces."""
     error: ExpertsUnavailableError | None = None
 
     @property
@@ -116,6 +127,8 @@ class Tally:
     """Pairs sent again after a lost lane or a stale answer."""
     away_ns: int = 0
     """Sum over dispatches of the time from the dispatch until all answers were seen."""
+    compute_ns: int = 0
+    """Sum over dispatches of the longest time that a worker computed for it."""
 
 
 class MeshExperts:
@@ -282,7 +295,7 @@ class MeshExperts:
         routes = self._routes
         if pairs is None:
             experts, weights = ticket.ids, ticket.weights
-            token = np.arange(experts.size) // ticket.top_k
+            token = _tokens_of(experts.size, ticket.top_k)
         else:
             experts, weights = ticket.ids[pairs], ticket.weights[pairs]
             token = pairs // ticket.top_k
@@ -356,8 +369,10 @@ class MeshExperts:
             else:
                 piece.answer = answer
             ticket.missing -= 1
+            ticket.slowest_ns = max(ticket.slowest_ns, answer.compute_ns)
             if not ticket.missing:
                 self.tally.away_ns += perf_counter_ns() - ticket.sent_ns
+                self.tally.compute_ns += ticket.slowest_ns
 
     def _send_queued(self) -> None:
         for peer, queue in tuple(self._queued.items()):

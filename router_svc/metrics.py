@@ -64,6 +64,16 @@ class RouterCollector(Collector):
             ("router_resent_pairs", "(token, expert) pairs sent again.", tally.resent),
         ):
             yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=float(count))
+        for name, text, ns in (
+            ("router_lane_copy", "Part of `send`: parts written into lanes.", engine.copy_ns),
+            ("router_lane_signal", "Part of `send`: waking workers.", engine.signal_ns),
+            (
+                "router_expert_compute",
+                "Longest time that a worker computed for a dispatch, summed.",
+                tally.compute_ns,
+            ),
+        ):
+            yield CounterMetricFamily(f"{PREFIX}_{name}_seconds", text, value=ns / 1e9)
         seconds = CounterMetricFamily(
             f"{PREFIX}_router_thread_seconds",
             "Where the compute thread's time in steps went.",

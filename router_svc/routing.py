@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +25,7 @@ _FORGET_AFTER = 4096
 """Tokens sent after which what was sent before counts half."""
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """What one rank gets of a micro-batch: each token once, with its pairs in order."""
 
     rank: int

@@ -5,7 +5,7 @@ Pure: no clock, no tensors. One step is ``schedule()`` followed by ``finish_step
 
 1. one token of every sequence that is decoding,
 2. the next chunk of every sequence whose prompt is partly computed,
-3. prompts from the queue, as long as all their blocks fit beside what the others still need,
+3. prompts from the queue, as long as all their blocks fit beside what the others hold,
 
 each in order of priority (larger first), then arrival. When blocks run out, the last sequence in
 that order loses its blocks and goes back to the queue, to be computed again from its tokens; so
@@ -264,9 +264,6 @@ class Scheduler:
         that a long prompt is not overtaken for ever.
         """
         blocks = self.blocks
-        promised = sum(
-            max(0, blocks.blocks_for(len(s.tokens)) - len(s.block_table)) for s in self._running
-        )
         while budget and self._waiting and len(self._running) < self.max_running:
             sequence = self._waiting[0]
             matched: list[int] = []
@@ -275,7 +272,7 @@ class Scheduler:
                 keys = sequence.full_block_keys(blocks.block_size, len(sequence.tokens) - 1)
                 matched = blocks.match(keys)
             whole = blocks.blocks_for(min(len(sequence.tokens) + 1, sequence.final_cached_len))
-            if whole - len(matched) > blocks.num_free_besides(matched) - promised:
+            if whole - len(matched) > blocks.num_free_besides(matched):
                 return
             del self._waiting[0]
             insort(self._running, sequence, key=_order)
@@ -292,7 +289,6 @@ class Scheduler:
             fresh = blocks.allocate(missing)
             assert fresh is not None, "admission checked that the whole prompt fits"
             sequence.block_table += fresh
-            promised += blocks.blocks_for(len(sequence.tokens)) - len(sequence.block_table)
             planned[sequence] = count
             budget -= count
 

@@ -107,6 +107,11 @@ class Answer:
 class RouterPlane(Protocol):
     """A router's end of all its lanes. One thread calls everything but ``wake`` (any thread)."""
 
+    copy_ns: int
+    """Time spent writing parts into lanes, since start."""
+    signal_ns: int
+    """Time spent publishing them and waking their receivers, since start."""
+
     def connect(self, peer: str, address: str, incarnation: int, timeout_s: float) -> None:
         """Open a lane; raises ``PlaneError`` on refusal or time-out. Replaces a lost one."""
 

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from time import perf_counter_ns
 
 import torch
 
@@ -113,6 +114,8 @@ class ShmRouterPlane:
         self._tickets = itertools.count(1)
         self._closed = False
         self.corrupt_lanes = 0
+        self.copy_ns = 0
+        self.signal_ns = 0
 
     # -------------------------------------------------------------- lanes come and go
 
@@ -187,6 +190,7 @@ class ShmRouterPlane:
             )
         if not lane.free:
             return None
+        began = perf_counter_ns()
         slot = lane.free.pop()
         into = slot.x.first(tokens)
         if part.x.dtype is shape.wire:
@@ -197,6 +201,7 @@ class ShmRouterPlane:
         slot.pair_slot[:pairs] = part.pair_slot
         slot.pair_expert[:pairs] = part.pair_expert
         slot.pair_weight[:pairs] = part.pair_weight
+        copied = perf_counter_ns()
         sequence = lane.next_sequence
         lane.next_sequence = sequence + 1
         slot.write_request(
@@ -210,6 +215,8 @@ class ShmRouterPlane:
         if self._fence is not None:
             self._fence()
         lane.bell.ring()
+        self.copy_ns += copied - began
+        self.signal_ns += perf_counter_ns() - copied
         return ticket
 
     def poll(self) -> list[Answer]:

@@ -165,6 +165,19 @@ def test_exact_rows_are_the_same_bits_in_any_chunks_and_company(oracle: Get, swi
     assert torch.equal(together[90:160], whole)
 
 
+def test_only_long_spans_of_wide_models_expand(oracle: Get) -> None:
+    table = list(range(64))
+
+    def expands(switch: str, count: int, start: int = 0) -> bool:
+        plan = oracle(switch).ours.model.plan([Chunk([5] * count, start, table)], 16)
+        return plan.kept_rows is not None
+
+    assert expands("wide", 200)
+    assert not expands("wide", 4, 196)
+    assert not expands("wide", 1, 196)
+    assert not expands("deepseek", 200)
+
+
 def test_fp16_packs_of_a_bf16_checkpoint_change_nothing(oracle: Get) -> None:
     pair = oracle("demo")
     half = ReferenceModel(DEMO, weights="fp16")

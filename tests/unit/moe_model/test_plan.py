@@ -3,7 +3,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_model.plan import ALONE_BYTES, CacheShape, Chunk, Group, Span, StepPlan, plan_step
+from moe_model.plan import (
+    ALONE_BYTES,
+    CacheShape,
+    Chunk,
+    ExpandRule,
+    Group,
+    Span,
+    StepPlan,
+    plan_step,
+)
 
 SHAPE = CacheShape(block_size=16, stride=16, window=None, exact=False)
 
@@ -80,6 +89,26 @@ def test_window_bounds_what_is_read() -> None:
     assert isinstance(group, Group)
     assert (group.mask[:, 0] == 0).sum(1).tolist() == [10, 6]
     assert group.blocks.tolist() == [2, 3, 9, 0]
+
+
+def test_long_spans_over_few_keys_expand() -> None:
+    rule = ExpandRule(min_queries=10, max_keys=100)
+    shape = CacheShape(block_size=16, stride=16, window=None, exact=False, expand=rule)
+    table = list(range(20))
+    got = plan(
+        [
+            Chunk([1] * 9, 0, table),
+            Chunk([2] * 10, 90, table),
+            Chunk([3] * 10, 91, table),
+            Chunk([4], 5, table),
+        ],
+        shape,
+    )
+    expanding = [part.first for part in got.parts if isinstance(part, Span) and part.expands]
+    assert expanding == [9]
+    assert got.kept_rows is not None
+    assert got.kept_rows.tolist() == [*range(9), *range(19, 30)]
+    assert plan([Chunk([1], 5, table)], shape).kept_rows is None
 
 
 def test_exact_steps_have_no_groups_and_no_masks() -> None:

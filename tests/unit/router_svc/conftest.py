@@ -89,7 +89,9 @@ class Fleet:
         self._incarnations = itertools.count(1)
 
     def worker(self, name: str, banks: dict[int, ExpertBank]) -> Worker:
-        worker = Worker(name, self._directory / f"{name}.lanes", banks, next(self._incarnations))
+        incarnation = next(self._incarnations)
+        path = self._directory / f"{name}.{incarnation}.lanes"  # the one before may still listen
+        worker = Worker(name, path, banks, incarnation)
         self._open.append(worker.stop)
         return worker
 

@@ -130,6 +130,19 @@ def test_a_preempted_sequence_goes_on_from_its_tokens() -> None:
     assert all(ts == sorted(set(ts)) for ts in tokens.values()), "a token came twice"
 
 
+def test_a_victim_that_was_to_run_in_this_step_does_not() -> None:
+    s = scheduler(blocks=6, size=2, budget=4)
+    s.add(sequence("low", 2, max_tokens=8))
+    step(s)
+    s.add(sequence("high", 8, max_tokens=1, priority=1))
+    work, _ = step(s)
+    assert planned(work) == [("low", 2, 1), ("high", 0, 3)]
+    step(s)
+    work, _ = step(s)  # the decode of "low" took the last block that "high" needs
+    assert [v.request for v in work.preempted] == ["low"]
+    assert planned(work) == [("high", 6, 2)]
+
+
 def test_what_can_never_fit_is_refused_up_front() -> None:
     s = scheduler(blocks=4, size=4, context=64)
     with pytest.raises(InadmissibleError, match="17 tokens need 5 KV blocks") as caught:

@@ -1,4 +1,4 @@
-"""Meshes shared by the end-to-end tests: starting one takes seconds."""
+"""What tests of several folders share."""
 
 from __future__ import annotations
 

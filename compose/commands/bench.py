@@ -1,0 +1,131 @@
+"""``moemesh bench``: measurements of a mesh that runs on this host."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import cyclopts
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+from compose.load import Level, LoadError, run_level
+from compose.model import served_model
+from compose.options import Source, UsageError
+from compose.probes import PlannerProbe, fetch_metrics
+from compose.step_profile import KINDS, Profile, Reading, expert_profile, read, router_profile
+from mesh.messages import Member
+from mesh.settings import Settings
+from moe_model.errors import CheckpointError
+from moe_model.shipped import checkpoint_dir
+from moe_model.spec import load_spec
+
+app = cyclopts.App(name="bench", help="Measure a mesh that runs on this host.")
+
+_ANSWER_S = 5.0
+
+
+@app.command
+def step(
+    *,
+    source: Source = Source(),  # noqa: B008 (frozen)
+    streams: Annotated[int, Parameter(help="Sequences that decode together.")] = 1,
+    prompt_tokens: Annotated[int, Parameter(help="Tokens of each prompt.")] = 16,
+    tokens: Annotated[int, Parameter(help="Tokens that each makes.")] = 128,
+) -> int:
+    """Decode with some streams and print where each process's time went, per router step."""
+    for flag, value in (
+        ("--streams", streams),
+        ("--prompt-tokens", prompt_tokens),
+        ("--tokens", tokens),
+    ):
+        if value < 1:
+            raise UsageError(f"{flag} {value}: expected at least 1")
+    settings = source.effective().settings
+    served_model(settings)
+    level, profiles = asyncio.run(_profile(settings, streams, prompt_tokens, tokens))
+    console = Console()
+    console.print(_table(profiles))
+    for profile in profiles:
+        if profile.hop_ms:
+            console.print(
+                f"{profile.member}: {profile.step_ms:.2f} ms a step, {profile.outside_share:.1%} "
+                f"of it outside tensor operations (copy, signal, python, and {profile.hop_ms:.2f} "
+                "ms of wait in which no expert computed)"
+            )
+    console.print(f"{level.decode:.1f} tokens/s with {level.streams} streams")
+    return 0
+
+
+async def _profile(
+    settings: Settings, streams: int, prompt_tokens: int, tokens: int
+) -> tuple[Level, list[Profile]]:
+    try:
+        vocab = load_spec(checkpoint_dir(settings.model.path)).vocab_size
+    except CheckpointError as error:
+        raise UsageError(f"model.path: {error}") from None
+    async with PlannerProbe(settings) as planner:
+        status = await planner.status(_ANSWER_S)
+    if status is None:
+        raise UsageError("no mesh answers here: start one with `moemesh up`", exit_code=1)
+    members = {m.id: m for m in status.view.members if m.metrics and m.state == "ready"}
+    gateway = next((m for m in members.values() if m.role == "gateway"), None)
+    if gateway is None:
+        raise UsageError("the mesh has no ready gateway with metrics.enabled", exit_code=1)
+    parts = urlsplit(gateway.metrics)
+    url = f"{parts.scheme}://{parts.netloc}"
+
+    async def load(count: int, seed: int) -> Level:
+        return await run_level(
+            url,
+            status.model,
+            streams,
+            prompt_tokens=prompt_tokens,
+            tokens=count,
+            vocab=vocab,
+            seed=seed,
+        )
+
+    try:
+        await load(8, 1)
+        before = await _read_all(members)
+        level = await load(tokens, 2)
+        after = await _read_all(members)
+    except LoadError as error:
+        raise UsageError(str(error), exit_code=1) from None
+    routers = [
+        router_profile(name, before[name], after[name])
+        for name, member in members.items()
+        if member.role == "router"
+    ]
+    steps = sum(profile.steps for profile in routers) or 1.0
+    experts = [
+        expert_profile(name, steps, before[name], after[name])
+        for name, member in members.items()
+        if member.role == "expert"
+    ]
+    return level, [*routers, *experts]
+
+
+async def _read_all(members: dict[str, Member]) -> dict[str, Reading]:
+    pages: dict[str, Reading] = {}
+    for name, member in members.items():
+        try:
+            pages[name] = read(await fetch_metrics(member.metrics, _ANSWER_S))
+        except OSError as error:
+            raise UsageError(f"{name}: {member.metrics}: {error}", exit_code=1) from None
+    return pages
+
+
+def _table(profiles: list[Profile]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+    table.add_column("ms a step")
+    for title in (*KINDS, "total", "calls", "tokens"):
+        table.add_column(title, justify="right")
+    for profile in profiles:
+        cells = [f"{profile.ms[kind]:.3f}" for kind in KINDS]
+        cells += [f"{profile.step_ms:.3f}", f"{profile.steps:.0f}", f"{profile.tokens:.0f}"]
+        table.add_row(profile.member, *cells)
+    return table

@@ -1,0 +1,140 @@
+"""A closed-loop load client for an OpenAI-compatible server on this host.
+
+Greedy, streamed, ``ignore_eos``, random token-id prompts drawn from a seed, so that every server
+does the same work and no prefix is shared. The stream is parsed by hand: the client shares the
+cores with the server, and a client library would be measured too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_FIRST_TEXT_ID = 300
+"""Ids below may be special tokens or half characters."""
+
+
+class LoadError(Exception):
+    """The server cannot be loaded or refused a request; the message has its words."""
+
+
+@dataclass(slots=True)
+class Stream:
+    """Monotonic seconds at which the request began and each chunk of text came."""
+
+    started: float
+    arrivals: list[float] = field(default_factory=list)
+    tokens: int = 0
+
+
+class Level(msgspec.Struct, frozen=True, kw_only=True):
+    """What one number of simultaneous streams measured, in tokens per second and milliseconds."""
+
+    streams: int
+    tokens: int
+    overall: float
+    """All tokens / time from the first request to the last token."""
+    decode: float
+    """Tokens after every stream had its first / the time they took."""
+    steady: float
+    """Streams / median gap between tokens: the rate while all of them decode."""
+    ttft_ms: float
+    gap_p99_ms: float
+
+
+async def run_level(
+    url: str,
+    model: str,
+    streams: int,
+    *,
+    prompt_tokens: int,
+    tokens: int,
+    vocab: int,
+    seed: int,
+    deadline_s: float = 600.0,
+) -> Level:
+    """Run ``streams`` requests at once, each ``prompt_tokens`` in and ``tokens`` out.
+
+    Prompt ids lie below ``vocab``. Raises ``LoadError``, and ``TimeoutError`` after ``deadline_s``.
+    """
+    rng = random.Random(seed)  # noqa: S311 (a reproducible load)
+    bodies = [
+        {
+            "model": model,
+            "prompt": [rng.randrange(_FIRST_TEXT_ID, vocab) for _ in range(prompt_tokens)],
+            "max_tokens": tokens,
+            "min_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for _ in range(streams)
+    ]
+    async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(_stream(url, body)) for body in bodies]
+    return _measure([task.result() for task in running])
+
+
+async def _stream(url: str, body: dict[str, Any]) -> Stream:
+    parts = urlsplit(url)
+    if parts.hostname not in _LOOPBACK or parts.port is None:
+        raise LoadError(f"{url}: expected a loopback address with a port, such as 127.0.0.1:8000")
+    payload = msgspec.json.encode(body)
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    stream = Stream(time.perf_counter())
+    try:
+        writer.write(head.encode() + payload)
+        status = await reader.readline()
+        if b" 200 " not in status:
+            answer = await reader.read(2000)
+            raise LoadError(f"{url}: {status.decode().strip()} {answer.decode()}")
+        while line := await reader.readline():
+            if not line.startswith(b"data: {"):
+                continue
+            now = time.perf_counter()
+            # Only the last chunks carry usage; the rest need no JSON parser.
+            if b'"usage":{' in line or b'"usage": {' in line:
+                usage = msgspec.json.decode(line[6:]).get("usage") or {}
+                stream.tokens = usage.get("completion_tokens", 0)
+            if b'"choices":[]' not in line and b'"choices": []' not in line:
+                stream.arrivals.append(now)
+    finally:
+        writer.close()
+    return stream
+
+
+def _measure(streams: list[Stream]) -> Level:
+    if not all(stream.arrivals for stream in streams):
+        raise LoadError("a stream ended without a token")
+    gaps = sorted(
+        later - earlier
+        for stream in streams
+        for earlier, later in zip(stream.arrivals, stream.arrivals[1:], strict=False)
+    )
+    first = max(stream.arrivals[0] for stream in streams)
+    last = max(stream.arrivals[-1] for stream in streams)
+    late = sum(arrival > first for stream in streams for arrival in stream.arrivals)
+    total = sum(stream.tokens for stream in streams)
+    waits = [stream.arrivals[0] - stream.started for stream in streams]
+    return Level(
+        streams=len(streams),
+        tokens=total,
+        overall=round(total / (last - min(stream.started for stream in streams)), 2),
+        decode=round(late / (last - first), 2) if last > first else 0.0,
+        steady=round(len(streams) / statistics.median(gaps), 2) if gaps else 0.0,
+        ttft_ms=round(statistics.median(waits) * 1e3, 1),
+        gap_p99_ms=round(gaps[int(len(gaps) * 0.99)] * 1e3, 1) if gaps else 0.0,
+    )

@@ -1,0 +1,60 @@
+"""Processes killed under load on a real mesh: every request ends with the reference's tokens."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.meshes import Mesh
+
+STREAMS = 8
+
+
+@pytest.fixture(scope="module")
+def mesh(tiny_deepseek: Path) -> Iterator[Mesh]:
+    with Mesh(tiny_deepseek, experts=2, routers=2, model__exact="true") as running:
+        yield running
+
+
+def complete(mesh: Mesh, index: int) -> Any:
+    status, body = mesh.post(
+        "/v1/completions",
+        {
+            "model": "deepseek", "prompt": [index + 8, 40, 90], "max_tokens": 400, "seed": index,
+            "temperature": 0.8, "ignore_eos": True, "logprobs": 1,
+        },
+    )  # fmt: skip
+    assert status == 200, body
+    return body["choices"][0]
+
+
+def test_a_killed_expert_or_router_costs_no_request_and_no_token(mesh: Mesh) -> None:
+    wanted = [complete(mesh, index) for index in range(STREAMS)]
+    for victim in ("expert-1", "router-0"):
+        pid = next(m["pid"] for m in mesh.status()["members"] if m["id"] == victim)
+        with ThreadPoolExecutor(STREAMS) as pool:
+            running = [pool.submit(complete, mesh, index) for index in range(STREAMS)]
+            mesh.wait_for(lambda: _running(mesh) >= STREAMS // 2, "the streams to run")
+            os.kill(pid, signal.SIGKILL)
+            got = [future.result() for future in running]
+        for one, want in zip(got, wanted, strict=True):
+            assert one["text"] == want["text"]
+            assert one["logprobs"] == want["logprobs"]
+        mesh.wait_for(lambda: _came_back(mesh, victim, pid), f"{victim} to come back")
+
+
+def _running(mesh: Mesh) -> int:
+    return sum((member["load"] or {}).get("running", 0) for member in mesh.members("router"))
+
+
+def _came_back(mesh: Mesh, victim: str, old_pid: int) -> bool:
+    return any(
+        member["id"] == victim and member["pid"] != old_pid and member["state"] == "ready"
+        for member in mesh.status()["members"]
+    )
