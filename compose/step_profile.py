@@ -36,9 +36,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Of the router; grouped FFN calls of an expert worker."""
     tokens: float
     ms: dict[str, float]
-    hop_ms: float = 0.0
-    """Router: part of ``wait`` in which no expert computed what it waited for, so signalling and
-    the workers' own Python."""
+    outside_ms: float = 0.0
+    """Router: time of a step in which no tensor operation ran on its way, here or in a worker."""
 
     @property
     def step_ms(self) -> float:
@@ -47,8 +46,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def outside_share(self) -> float:
         """Router: share of a step in which no tensor operation ran on its way, 0 to 1."""
-        outside = self.ms["copy"] + self.ms["signal"] + self.ms["python"] + self.hop_ms
-        return outside / self.step_ms if self.step_ms else 0.0
+        return self.outside_ms / self.step_ms if self.step_ms else 0.0
 
 
 def read(page: str) -> dict[str, float]:
@@ -74,15 +72,14 @@ def router_profile(member: str, before: Reading, after: Reading) -> Profile:
     steps = max(grown("moemesh_router_steps_total"), 1.0)
     copy = grown("moemesh_router_lane_copy_seconds_total")
     signal = grown("moemesh_router_lane_signal_seconds_total")
-    wait = seconds("wait")
-    # While experts compute, the router first computes the shared expert; only what is left of
-    # their time is a wait for tensor operations.
-    awaited = max(0.0, grown("moemesh_router_expert_compute_seconds_total") - seconds("shared"))
+    # Routing, copying, signalling and waiting lie between a dispatch and its combine, where the
+    # router notes the time in which neither it nor a worker ran tensor operations.
+    outside = seconds("plan", "python") + grown("moemesh_router_away_idle_seconds_total")
     totals = {
         "compute": seconds(*_ROUTER_COMPUTE),
         "copy": copy,
         "signal": signal,
-        "wait": wait,
+        "wait": seconds("wait"),
         "python": seconds("plan", "python", "send") - copy - signal,
     }
     return Profile(
@@ -90,7 +87,7 @@ def router_profile(member: str, before: Reading, after: Reading) -> Profile:
         steps=steps,
         tokens=grown("moemesh_router_tokens_total"),
         ms={kind: totals[kind] * 1e3 / steps for kind in KINDS},
-        hop_ms=max(0.0, wait - awaited) * 1e3 / steps,
+        outside_ms=outside * 1e3 / steps,
     )
 
 

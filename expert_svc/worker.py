@@ -95,7 +95,7 @@ class Worker:
                 bank.run_rows(part.x, part.pair_token, part.pair_slot, part.out)
             else:
                 bank.run(part.x, part.pair_token, part.pair_slot, part.pair_weight, part.out)
-        self._answer(part, perf_counter_ns() - began)
+        self._answer(part, began, perf_counter_ns() - began)
         self.tally.calls += 1
 
     def _serve_together(self, parts: list[Arrival]) -> None:
@@ -120,7 +120,7 @@ class Worker:
         ffn_ns = perf_counter_ns() - began
         tokens = sum(part.x.shape[0] for part in valid)
         for part in valid:
-            self._answer(part, ffn_ns * part.x.shape[0] // max(tokens, 1))
+            self._answer(part, began, ffn_ns * part.x.shape[0] // max(tokens, 1))
         self.tally.calls += 1
 
     def _bank_for(self, part: Arrival) -> ExpertBank | None:
@@ -142,10 +142,10 @@ class Worker:
         self._passes = 0 if chosen == oldest else self._passes + 1
         return waiting.pop(chosen)
 
-    def _answer(self, part: Arrival, ffn_ns: int) -> None:
+    def _answer(self, part: Arrival, began_ns: int, ffn_ns: int) -> None:
         tally = self.tally
         began = perf_counter_ns()
-        self._plane.answer(part, AnswerStatus.OK, ffn_ns)
+        self._plane.answer(part, AnswerStatus.OK, began_ns, ffn_ns)
         tally.signal_ns += perf_counter_ns() - began
         tally.ffn_ns += ffn_ns
         tally.parts += 1
@@ -154,7 +154,7 @@ class Worker:
 
     def _refuse(self, part: Arrival) -> None:
         self.tally.stale += 1
-        self._plane.answer(part, AnswerStatus.STALE, 0)
+        self._plane.answer(part, AnswerStatus.STALE, 0, 0)
 
 
 def _holds(holds: IntArray, part: Arrival) -> bool:

@@ -1,0 +1,12 @@
+"""Models: checkpoint formats, families, the router's share, experts, the one-process reference.
+
+Import layers, each over those below it::
+
+    reference
+    forward          model
+    experts          attention  gate  layers  plan  kv_cache  rope
+    checkpoint       (needs torch from here up)
+    spec  tensors  families  safetensors_header  config_json  architecture  errors
+
+Gateways and planners import only ``spec``, ``errors`` and ``shipped``, none of which needs torch.
+"""

@@ -78,9 +78,10 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Results:
-    """What the engine has to say to gateways after a step."""
+    """What the engine has to say to gateways."""
 
     step: int
+    """The engine's step when it was handed over."""
     deltas: dict[bytes, list[Delta]] = field(default_factory=dict)
     """Gateway -> what it gets."""
     rejected: list[tuple[bytes, Rejected]] = field(default_factory=list)
@@ -249,6 +250,7 @@ class Engine:
         for sequence in tuple(self._scheduler):
             self._scheduler.drop(sequence.request)
             self._end(sequence, "cancelled")
+        self._publish_state()
         self._hand_over()
         self._plane.close()
 
@@ -259,26 +261,28 @@ class Engine:
         if len(self._scheduler):
             self._step()
         else:
+            self._publish_state()
             self._hand_over()
             self._plane.wait(min(self._lanes.next_try_s(), _IDLE_WAIT_S))
             self._pump()
 
     def _step(self) -> None:
         started = perf_counter_ns()
-        scheduler, results = self._scheduler, self._results
+        scheduler = self._scheduler
         self._experts.step += 1
         work = scheduler.schedule()
         for sequence in work.preempted:
             self._log.info("sequence.preempted", trace=sequence.trace, request=sequence.request)
         outcome = self._runner.run(work.chunks)
+        self._hand_over()  # what no wait for experts has delivered yet
         for request, reason in outcome.failed.items():
             failed = scheduler.drop(request)
             if failed is not None:
                 self._end(failed, "error", reason)
         for done in scheduler.finish_step(work, outcome.drawn):
-            results.add(done.sequence.owner, self._delta(done, outcome))
+            self._results.add(done.sequence.owner, self._delta(done, outcome))
         self.times.steps += 1
-        self._hand_over()
+        self._publish_state()
         self.times.step_ns += perf_counter_ns() - started
 
     def _delta(self, done: Outcome, outcome: StepResult) -> Delta:
@@ -317,8 +321,7 @@ class Engine:
             sequence.owner, Delta(request=sequence.request, finish=finish, error=reason)
         )
 
-    def _hand_over(self) -> None:
-        """Publish the state and deliver what there is for gateways."""
+    def _publish_state(self) -> None:
         scheduler = self._scheduler
         self.state = EngineState(
             step=self._experts.step,
@@ -334,6 +337,14 @@ class Engine:
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
         )
+
+    def _hand_over(self) -> None:
+        """Deliver what there is for gateways.
+
+        Who receives it runs Python on another thread. So a step's results are delivered when this
+        thread next sleeps, normally in the first layer with experts of the next step, or when that
+        step ends: the two do not take the interpreter from each other.
+        """
         results = self._results
         if results.deltas or results.rejected:
             results.step = self._experts.step
@@ -449,6 +460,7 @@ class Engine:
         """
         if self._stopping:
             raise _StoppedError
+        self._hand_over()
         retry_s = self._experts.next_retry_s(_IDLE_WAIT_S)
         if self._experts.parked:
             self._tend_lanes()
@@ -469,7 +481,7 @@ class Engine:
         unserved = self._describe_unserved()
         if unserved != self._unserved:
             self._unserved = unserved
-            self._hand_over()
+            self._publish_state()
             self._changed()
 
     def _describe_unserved(self) -> str:

@@ -24,7 +24,7 @@ from ep_kernels.plane import Answer, AnswerStatus, FloatArray, LaneLost, Part, R
 
 from mesh.messages import Placement
 from moe_model.experts import combine_rows
-from router_svc.profile import Times
+from router_svc.profile import Times, uncovered_ns
 from router_svc.routing import NOWHERE, Index, RouteTable, split
 
 _STALE_RETRY_S = 0.02
@@ -101,8 +101,8 @@ class MeshTicket:
     pieces: list[_Piece] = field(default_factory=list)
     missing: int = 0
     """Pieces unanswered and sets of pairs parked."""
-    slowest_ns: int = 0
-    """Longest that a worker computed for one of its pieces."""
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """When workers computed its pieces."""
     error: ExpertsUnavailableError | None = None
 
     @property
@@ -127,8 +127,6 @@ class Tally:
     """Pairs sent again after a lost lane or a stale answer."""
     away_ns: int = 0
     """Sum over dispatches of the time from the dispatch until all answers were seen."""
-    compute_ns: int = 0
-    """Sum over dispatches of the longest time that a worker computed for it."""
 
 
 class MeshExperts:
@@ -247,6 +245,8 @@ class MeshExperts:
     def combine(self, ticket: MeshTicket) -> torch.Tensor:
         """``MeshTicket.result``: add the answers up and free their ring slots."""
         started = perf_counter_ns()
+        ticket.spans.append(self._times.shared_span)
+        self._times.idle_ns += uncovered_ns(ticket.sent_ns, started, ticket.spans)
         try:
             if ticket.error is not None:
                 raise ticket.error
@@ -369,10 +369,9 @@ class MeshExperts:
             else:
                 piece.answer = answer
             ticket.missing -= 1
-            ticket.slowest_ns = max(ticket.slowest_ns, answer.compute_ns)
+            ticket.spans.append((answer.began_ns, answer.began_ns + answer.compute_ns))
             if not ticket.missing:
                 self.tally.away_ns += perf_counter_ns() - ticket.sent_ns
-                self.tally.compute_ns += ticket.slowest_ns
 
     def _send_queued(self) -> None:
         for peer, queue in tuple(self._queued.items()):

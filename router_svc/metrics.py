@@ -68,9 +68,9 @@ class RouterCollector(Collector):
             ("router_lane_copy", "Part of `send`: parts written into lanes.", engine.copy_ns),
             ("router_lane_signal", "Part of `send`: waking workers.", engine.signal_ns),
             (
-                "router_expert_compute",
-                "Longest time that a worker computed for a dispatch, summed.",
-                tally.compute_ns,
+                "router_away_idle",
+                "Time between dispatch and combine in which no tensor operation ran for it.",
+                times.idle_ns,
             ),
         ):
             yield CounterMetricFamily(f"{PREFIX}_{name}_seconds", text, value=ns / 1e9)

@@ -6,7 +6,7 @@ Computation is split by what the model is asked for; ``send`` routes, copies int
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 
@@ -37,6 +37,11 @@ class Times:
     wait_ns: int = 0
     combine_ns: int = 0
     sampling_ns: int = 0
+    idle_ns: int = 0
+    """From each dispatch until its answers were added up, the time in which neither this router
+    computed the shared expert nor any worker its part. Says little with several micro-batches."""
+    shared_span: tuple[int, int] = (0, 0)
+    """Begin and end of the newest computation of a shared expert."""
 
     @property
     def python_ns(self) -> int:
@@ -49,6 +54,18 @@ class Times:
     def attention_side_ns(self) -> int:
         """All that the router computes for a layer itself."""
         return self.attention_ns + self.gate_ns + self.shared_ns
+
+
+def uncovered_ns(begin: int, end: int, spans: Iterable[tuple[int, int]]) -> int:
+    """Length of ``begin .. end`` that none of the ``spans`` (begin, end) covers."""
+    uncovered, at = 0, begin
+    for low, high in sorted(spans):
+        if low >= end:
+            break
+        if low > at:
+            uncovered += low - at
+        at = max(at, high)
+    return uncovered + max(0, end - at)
 
 
 class TimedModel(RouterModel):
@@ -91,7 +108,9 @@ class TimedModel(RouterModel):
     def shared(self, layer: int, x: torch.Tensor) -> torch.Tensor | None:
         started = perf_counter_ns()
         out = super().shared(layer, x)
-        self._times.shared_ns += perf_counter_ns() - started
+        ended = perf_counter_ns()
+        self._times.shared_ns += ended - started
+        self._times.shared_span = (started, ended)
         return out
 
     def dense(self, layer: int, h: torch.Tensor) -> torch.Tensor:

@@ -49,11 +49,10 @@ def step(
     console = Console()
     console.print(_table(profiles))
     for profile in profiles:
-        if profile.hop_ms:
+        if profile.outside_ms:
             console.print(
-                f"{profile.member}: {profile.step_ms:.2f} ms a step, {profile.outside_share:.1%} "
-                f"of it outside tensor operations (copy, signal, python, and {profile.hop_ms:.2f} "
-                "ms of wait in which no expert computed)"
+                f"{profile.member}: {profile.outside_share:.1%} of a step of "
+                f"{profile.step_ms:.2f} ms passed outside tensor operations"
             )
     console.print(f"{level.decode:.1f} tokens/s with {level.streams} streams")
     return 0

@@ -101,6 +101,8 @@ class Answer:
     ticket: int
     status: AnswerStatus
     out: torch.Tensor
+    began_ns: int
+    """When the expert worker began to compute, on the monotonic clock; meaningful on one host."""
     compute_ns: int
 
 
@@ -176,7 +178,9 @@ class ExpertPlane(Protocol):
     def poll(self) -> list[Arrival]:
         """Parts that have arrived since the last call, each once, oldest first. Never blocks."""
 
-    def answer(self, arrival: Arrival, status: AnswerStatus, compute_ns: int) -> None:
+    def answer(
+        self, arrival: Arrival, status: AnswerStatus, began_ns: int, compute_ns: int
+    ) -> None:
         """Publish ``arrival.out`` and signal the router. A dead router is ignored."""
 
     def wait(self, timeout_s: float) -> None: ...

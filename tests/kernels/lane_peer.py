@@ -112,7 +112,7 @@ def run_expert(name: str, incarnation: str, path: str, hidden: str, seed: str) -
             time.sleep(rng.random() * 3e-4)
         if held:
             arrival = held.popleft()
-            plane.answer(arrival, serve(arrival), arrival.step)
+            plane.answer(arrival, serve(arrival), 7, arrival.step)
     plane.close()
 
 

@@ -55,7 +55,7 @@ class Pair:
 
     def serve(self, count=1):
         for arrival in self.arrivals(count):
-            self.expert.answer(arrival, serve(arrival), 11)
+            self.expert.answer(arrival, serve(arrival), 7, 11)
 
 
 @pytest.fixture
@@ -82,9 +82,10 @@ def test_a_part_arrives_as_sent_and_its_answer_comes_back(tmp_path, tokens, exac
     rows = part.pair_token.size if exact else tokens
     assert tuple(arrival.out.shape) == (rows, HIDDEN)
     arrival.out.copy_(torch.arange(rows * HIDDEN).view(rows, HIDDEN))
-    pair.expert.answer(arrival, AnswerStatus.OK, 123)
+    pair.expert.answer(arrival, AnswerStatus.OK, 7, 123)
     [answer] = pair.answers()
-    assert (answer.peer, answer.ticket, answer.compute_ns) == ("e0", ticket, 123)
+    assert (answer.peer, answer.ticket) == ("e0", ticket)
+    assert (answer.began_ns, answer.compute_ns) == (7, 123)
     assert answer.status is AnswerStatus.OK
     assert torch.equal(answer.out, torch.arange(rows * HIDDEN).view(rows, HIDDEN).float())
     pair.router.release(answer)
@@ -120,7 +121,7 @@ def test_the_ring_wraps_with_answers_in_any_order(pair):
         rng.shuffle(held)
         while held and (ticket is None or rng.random() < 0.4):
             arrival = held.pop()
-            pair.expert.answer(arrival, serve(arrival), 0)
+            pair.expert.answer(arrival, serve(arrival), 7, 0)
             for answer in pair.router.poll():
                 torch.testing.assert_close(
                     answer.out, expected(waiting.pop(answer.ticket), exact=False)
@@ -143,7 +144,7 @@ def test_the_oldest_part_comes_first_over_all_lanes(pair):
 def test_a_stale_answer_carries_its_status(pair):
     pair.router.try_send("e0", part_of(2))
     [arrival] = pair.arrivals()
-    pair.expert.answer(arrival, AnswerStatus.STALE, 0)
+    pair.expert.answer(arrival, AnswerStatus.STALE, 7, 0)
     assert pair.answers()[0].status is AnswerStatus.STALE
 
 
@@ -159,9 +160,9 @@ def test_a_part_beyond_the_capacity_is_refused_before_anything_is_sent(pair):
 def test_answering_twice_is_an_error(pair):
     pair.router.try_send("e0", part_of(1))
     [arrival] = pair.arrivals()
-    pair.expert.answer(arrival, AnswerStatus.OK, 0)
+    pair.expert.answer(arrival, AnswerStatus.OK, 7, 0)
     with pytest.raises(PlaneError, match="answered already"):
-        pair.expert.answer(arrival, AnswerStatus.OK, 0)
+        pair.expert.answer(arrival, AnswerStatus.OK, 7, 0)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,7 @@ def test_a_new_lane_to_the_same_peer_drops_the_old_tickets(pair):
     [old] = pair.arrivals()
     pair.router.connect("e0", pair.path, 5, DEADLINE_S)
     assert pair.router.in_flight() == 0
-    pair.expert.answer(old, AnswerStatus.OK, 0)
+    pair.expert.answer(old, AnswerStatus.OK, 7, 0)
     ticket = pair.router.try_send("e0", part_of(1, step=2))
     pair.serve()
     assert [answer.ticket for answer in pair.answers()] == [ticket]
@@ -337,9 +338,9 @@ def test_a_slot_written_before_its_answer_is_corrupt(pair):
 def test_a_corrupt_answer_costs_its_lane_only(pair):
     pair.router.try_send("e0", part_of(3))
     [arrival] = pair.arrivals()
-    pair.expert.answer(arrival, AnswerStatus.OK, 0)
+    pair.expert.answer(arrival, AnswerStatus.OK, 7, 0)
     lane = pair.router._lanes["e0"]
-    lane.in_flight[0].slot.write_answer(1, 9, 0, 3)
+    lane.in_flight[0].slot.write_answer(1, 9, 0, 0, 3)
     assert pair.router.poll() == []
     assert pair.router.corrupt_lanes == 1
     assert "status 9" in pair.router.lost()[0].reason

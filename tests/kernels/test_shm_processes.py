@@ -132,7 +132,7 @@ def test_a_killed_router_frees_its_lane_and_a_late_answer_is_ignored(spawn, tmp_
     router.kill()
     until(lambda: plane.wait(1.0) or arrivals.extend(plane.poll()) or not plane.peers())
     for arrival in arrivals:
-        plane.answer(arrival, serve(arrival), 0)
+        plane.answer(arrival, serve(arrival), 7, 0)
     assert plane.poll() == []
     assert plane.corrupt_lanes == 0
     plane.close()

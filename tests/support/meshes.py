@@ -107,15 +107,16 @@ class Mesh:
         except urllib.error.HTTPError as refused:
             return refused.code, json.loads(refused.read())
 
+    def run(self, *arguments: str) -> str:
+        """What ``moemesh ARGUMENTS`` prints about this mesh."""
+        command = [MOEMESH, *arguments, "--set", f"mesh.run_dir={self.run_dir}"]
+        done = subprocess.run(command, capture_output=True, timeout=60, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
     def status(self) -> dict[str, Any]:
         """What ``moemesh status --json`` prints."""
-        done = subprocess.run(
-            [
-                MOEMESH, "status", "--json", "--set", f"mesh.run_dir={self.run_dir}",
-            ],
-            check=True, capture_output=True, timeout=30,
-        )  # fmt: skip
-        return dict(json.loads(done.stdout))
+        return dict(json.loads(self.run("status", "--json")))
 
     def members(self, role: str) -> list[dict[str, Any]]:
         return [member for member in self.status()["members"] if member["role"] == role]

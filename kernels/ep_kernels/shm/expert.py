@@ -118,14 +118,16 @@ class ShmExpertPlane:
             arrived.sort(key=_sent_ns)
         return [arrival for _, arrival in arrived]
 
-    def answer(self, arrival: Arrival, status: AnswerStatus, compute_ns: int) -> None:
+    def answer(
+        self, arrival: Arrival, status: AnswerStatus, began_ns: int, compute_ns: int
+    ) -> None:
         lane = self._lanes.get(arrival.lane)
         if lane is None:
             return  # the router is gone and has given this part up
         if lane.pending.pop(arrival.ring_slot, None) is not arrival:
             raise PlaneError(f"message {arrival.sequence} of {arrival.peer} was answered already")
         slot = lane.memory.slots[arrival.ring_slot]
-        slot.write_answer(arrival.sequence, status, compute_ns, arrival.out.shape[0])
+        slot.write_answer(arrival.sequence, status, began_ns, compute_ns, arrival.out.shape[0])
         if self._fence is not None:
             self._fence()
         lane.memory.answer_flags[arrival.ring_slot] = arrival.sequence

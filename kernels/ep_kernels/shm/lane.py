@@ -18,7 +18,7 @@ from ep_kernels.plane import AnswerStatus, FloatArray, IntArray, PlaneError
 from ep_kernels.shm.layout import LaneLayout
 
 _REQUEST: Final = Struct("=7q")
-_ANSWER: Final = Struct("=4q")
+_ANSWER: Final = Struct("=5q")
 _STATUSES: Final = {int(status): status for status in AnswerStatus}
 
 
@@ -110,21 +110,27 @@ class RingSlot:
     def read_request(self) -> Request:
         return Request._make(_REQUEST.unpack_from(self._mapping, self._request_at))
 
-    def write_answer(self, sequence: int, status: AnswerStatus, compute_ns: int, rows: int) -> None:
-        _ANSWER.pack_into(self._mapping, self._answer_at, sequence, status, compute_ns, rows)
+    def write_answer(
+        self, sequence: int, status: AnswerStatus, began_ns: int, compute_ns: int, rows: int
+    ) -> None:
+        _ANSWER.pack_into(
+            self._mapping, self._answer_at, sequence, status, began_ns, compute_ns, rows
+        )
 
-    def read_answer(self, sequence: int, rows: int) -> tuple[AnswerStatus, int]:
-        """Status and compute time of the answer to ``sequence``, which has ``rows`` rows.
+    def read_answer(self, sequence: int, rows: int) -> tuple[AnswerStatus, int, int]:
+        """Status, begin and duration of computing the answer to ``sequence`` of ``rows`` rows.
 
         Raises ``CorruptLaneError`` when the header says otherwise.
         """
-        found, status, compute_ns, found_rows = _ANSWER.unpack_from(self._mapping, self._answer_at)
+        found, status, began_ns, compute_ns, found_rows = _ANSWER.unpack_from(
+            self._mapping, self._answer_at
+        )
         if found != sequence or status not in _STATUSES or found_rows != rows:
             raise CorruptLaneError(
                 f"ring slot {self.index} answers message {found} with status {status} and "
                 f"{found_rows} rows, expected message {sequence} with {rows} rows"
             )
-        return _STATUSES[status], compute_ns
+        return _STATUSES[status], began_ns, compute_ns
 
 
 class LaneMemory:

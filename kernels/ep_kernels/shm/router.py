@@ -255,7 +255,7 @@ class ShmRouterPlane:
         for message in done:
             slot = message.slot
             try:
-                status, compute_ns = slot.read_answer(message.sequence, message.rows)
+                status, began_ns, compute_ns = slot.read_answer(message.sequence, message.rows)
             except CorruptLaneError as error:
                 self.corrupt_lanes += 1
                 self._lose(lane, str(error))
@@ -263,7 +263,7 @@ class ShmRouterPlane:
             lane.in_flight.remove(message)
             self._answered[message.ticket] = (lane, slot)
             out = slot.out.first(message.rows)
-            answers.append(Answer(lane.peer, message.ticket, status, out, compute_ns))
+            answers.append(Answer(lane.peer, message.ticket, status, out, began_ns, compute_ns))
 
     # -------------------------------------------------------------- opening and losing a lane
 

@@ -81,7 +81,9 @@ class ListPlane:
     def poll(self) -> list[Arrival]:
         return self.batches.popleft() if self.batches else []
 
-    def answer(self, arrival: Arrival, status: AnswerStatus, compute_ns: int) -> None:
+    def answer(
+        self, arrival: Arrival, status: AnswerStatus, began_ns: int, compute_ns: int
+    ) -> None:
         self.answered.append((arrival, status, compute_ns))
 
     def wait(self, timeout_s: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -180,3 +180,12 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
         return made[switch]
 
     return get
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    """ATen splits large calls over threads, at columns that whole rows do not know."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)

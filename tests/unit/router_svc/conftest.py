@@ -60,14 +60,14 @@ class Worker:
                     self.calls += 1
                     bank = self.banks[part.layer]
                     if not bank.matches(part.pair_slot, part.pair_expert):
-                        self._plane.answer(part, AnswerStatus.STALE, 0)
+                        self._plane.answer(part, AnswerStatus.STALE, 7, 0)
                         continue
                     if part.exact:
                         bank.run_rows(part.x, part.pair_token, part.pair_slot, part.out)
                     else:
                         pairs = part.pair_token, part.pair_slot, part.pair_weight
                         bank.run(part.x, *pairs, part.out)
-                    self._plane.answer(part, AnswerStatus.OK, 1)
+                    self._plane.answer(part, AnswerStatus.OK, 7, 1)
 
     def stop(self) -> None:
         """Close as a process that dies would: its lanes break."""
