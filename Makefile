@@ -3,22 +3,19 @@ PORT ?= 8000
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve test lint install soak bench clean
+.PHONY: serve test lint install clean
 
 serve: $(VENV)/.serve
 	@exec $(BIN)/moemesh up --port $(PORT)
 
 test: install lint
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest
 
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-
-soak: install
-	$(BIN)/python -m pytest -m soak
 
 install: $(VENV)/.test
 

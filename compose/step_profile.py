@@ -117,3 +117,11 @@ def expert_profile(member: str, router_steps: float, before: Reading, after: Rea
         tokens=tokens,
         ms={kind: totals[kind] * 1e3 / router_steps for kind in KINDS},
     )
+
+
+def service_profile(member: str, router_steps: float, before: Reading, after: Reading) -> Profile:
+    """A process without tensors, gateway or planner: its CPU time per step of the routers."""
+    name = "moemesh_process_cpu_seconds_total"
+    cpu_s = after.get(name, 0.0) - before.get(name, 0.0)
+    ms = dict.fromkeys(KINDS, 0.0) | {"python": cpu_s * 1e3 / router_steps}
+    return Profile(member=member, steps=0, tokens=0, ms=ms)

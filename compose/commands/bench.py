@@ -15,7 +15,15 @@ from compose.load import Level, LoadError, run_level
 from compose.model import served_model
 from compose.options import Source, UsageError
 from compose.probes import PlannerProbe, fetch_metrics
-from compose.step_profile import KINDS, Profile, Reading, expert_profile, read, router_profile
+from compose.step_profile import (
+    KINDS,
+    Profile,
+    Reading,
+    expert_profile,
+    read,
+    router_profile,
+    service_profile,
+)
 from mesh.messages import Member
 from mesh.settings import Settings
 from moe_model.errors import CheckpointError
@@ -105,7 +113,12 @@ async def _profile(
         for name, member in members.items()
         if member.role == "expert"
     ]
-    return level, [*routers, *experts]
+    others = [
+        service_profile(name, steps, before[name], after[name])
+        for name, member in members.items()
+        if member.role in {"gateway", "planner"}
+    ]
+    return level, [*routers, *experts, *others]
 
 
 async def _read_all(members: dict[str, Member]) -> dict[str, Reading]:

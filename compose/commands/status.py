@@ -28,12 +28,18 @@ def status(
         bool, Parameter(negative=(), help="One JSON object, not a table; one a line if --watch.")
     ] = False,
     watch: Annotated[
-        bool, Parameter(negative=(), help="Go on until Ctrl-C, once a second.")
-    ] = False,
+        bool | None,
+        Parameter(
+            negative="--once",
+            help="Go on until Ctrl-C, once a second; what a terminal gets unless --once or --json.",
+        ),
+    ] = None,
     timeout: Annotated[float, Parameter(help="Seconds to wait for the planner's answer.")] = 3.0,
 ) -> int:
     """Show the members of a mesh: states, slots, queues, epoch and balance."""
     settings = source.effective().settings
+    if watch is None:
+        watch = sys.stdout.isatty() and not json
     try:
         asyncio.run(_show(settings, as_json=json, watch=watch, timeout_s=timeout))
     except KeyboardInterrupt:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from compose.step_profile import expert_profile, read, router_profile
+from compose.step_profile import expert_profile, read, router_profile, service_profile
 
 PAGE = """\
 # HELP moemesh_router_steps_total Engine steps.
@@ -38,3 +38,10 @@ def test_an_expert_worker_is_divided_per_router_step() -> None:
     profile = expert_profile("expert-0", 10, before, after)
     assert profile.ms["compute"] == pytest.approx(200)
     assert profile.steps == 40
+
+
+def test_a_service_without_tensors_shows_its_cpu_time() -> None:
+    name = "moemesh_process_cpu_seconds_total"
+    profile = service_profile("gateway-0", 10, {name: 1.0}, {name: 1.2})
+    assert profile.ms["python"] == pytest.approx(20)
+    assert profile.ms["compute"] == 0
