@@ -79,7 +79,7 @@ class LauncherConsole:
     def child_died(
         self, spec: ProcessSpec, how: str, tail: Sequence[str], delay_s: float | None
     ) -> None:
-        """``delay_s`` until it is started again; None: it is given up."""
+        """``delay_s`` until it is started again; None: the mesh ends instead."""
         for line in tail:
             self._say(f"  [dim]{escape(line)}[/]")
         what = "it is not started again" if delay_s is None else f"starting again in {delay_s:g} s"
@@ -96,8 +96,11 @@ class LauncherConsole:
     def killed(self, spec: ProcessSpec, grace_s: float) -> None:
         self._say(f"[red]{spec.id}[/] did not stop within {grace_s:g} s and was killed")
 
-    def stopped(self) -> None:
+    def stopped(self, *, kept_logs: str) -> None:
+        """``kept_logs``: the directory of logs that stay; empty when none do."""
         self._say("stopped")
+        if kept_logs:
+            self._say(f"logs are kept until the next start: {escape(kept_logs)}")
 
     def _show(self, name: str, state: str, progress: float) -> None:
         if not self._live:

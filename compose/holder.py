@@ -10,6 +10,8 @@ from pathlib import Path
 from mesh.rundir import Claim, claim, create_run_dir
 from mesh.settings import Settings
 
+LOGS = "logs"
+"""Folder of the run directory that holds the log of each process."""
 LAUNCHER = "launcher"
 """The id under which a launcher claims its mesh; ``RUN_DIR/launcher.pid`` has its process id."""
 
@@ -30,9 +32,12 @@ def claim_mesh(settings: Settings) -> tuple[Path, Claim]:
         return directory, held
 
 
-def release_mesh(directory: Path, held: Claim, settings: Settings) -> None:
-    """Removes the run directory, unless another mesh has moved in meanwhile."""
-    clear(directory)
+def release_mesh(directory: Path, held: Claim, settings: Settings, *, keep_logs: bool) -> None:
+    """Removes the run directory, unless another mesh has moved in meanwhile.
+
+    ``keep_logs``: leave its logs, for whoever wants to know why the mesh ended.
+    """
+    clear(directory, keep_logs=keep_logs)
     held.release()
     empty = [directory] if settings.mesh.run_dir else [directory, directory.parent]
     for path in empty:
@@ -42,10 +47,11 @@ def release_mesh(directory: Path, held: Claim, settings: Settings) -> None:
             return
 
 
-def clear(directory: Path) -> None:
-    """Removes all but the launcher's claim."""
+def clear(directory: Path, *, keep_logs: bool = False) -> None:
+    """Removes all but the launcher's claim and, on demand, the logs."""
+    kept = {f"{LAUNCHER}.pid"} | ({LOGS} if keep_logs else set())
     for entry in directory.iterdir():
-        if entry.name == f"{LAUNCHER}.pid":
+        if entry.name in kept:
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from compose.child import Child
 from compose.console import LauncherConsole
+from compose.holder import LOGS
 from compose.log_file import LogFile, error_text
 from compose.probes import PlannerProbe, gateway_readiness
 from compose.processes import STOP_ORDER, ProcessSpec, endpoints
@@ -30,15 +31,14 @@ class _Supervised:
         self.log = log
         self.budget = RestartBudget(policy)
         self.child: Child | None = None
-        self.given_up = False
 
 
 class Launcher:
     """Starts ``specs``, restarts what dies, stops all in ``STOP_ORDER``.
 
     ``run_dir`` exists and belongs to this launcher alone; logs go to ``run_dir/logs``. A child
-    that is given up ends the mesh if nothing of its role is left or the mesh never was ready;
-    otherwise the others go on.
+    that keeps dying before the mesh was ready ends the mesh; one that dies later is started again,
+    however often.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Launcher:
         self._model = model
         self._grace_s = grace_s
         self._start_timeout_s = start_timeout_s
-        self._logs = run_dir / "logs"
+        self._logs = run_dir / LOGS
         self._logs.mkdir(mode=0o700, exist_ok=True)
         self._children = [
             _Supervised(spec, LogFile(self._logs / f"{spec.id}.log"), policy or RestartPolicy())
@@ -72,7 +72,7 @@ class Launcher:
     async def run(self) -> int:
         """Runs until a signal or until the mesh cannot go on. Returns the exit code: 0 or 1.
 
-        No child is left when it returns or raises.
+        No child is left when it returns or raises. After 1 the logs are worth keeping.
         """
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
@@ -88,7 +88,7 @@ class Launcher:
                 await self._stopping.wait()
                 announcer.cancel()
                 await self._stop_all()
-            self._console.stopped()
+            self._console.stopped(kept_logs=str(self._logs) if self._failure else "")
         finally:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
@@ -124,16 +124,12 @@ class Launcher:
             exit_code = await supervised.child.run()
             if self._stopping.is_set():
                 return
-            delay_s = supervised.budget.died(exit_code, time.monotonic())
+            delay_s = supervised.budget.died(exit_code, time.monotonic(), served=self._was_ready)
             how = exit_words(exit_code)
             self._console.child_died(spec, how, supervised.log.tail(), delay_s)
             self._incomplete.set()
             if delay_s is None:
-                supervised.given_up = True
-                if not self._was_ready:
-                    self._fail(f"{spec.id} {how} before the mesh was ready")
-                elif all(one.given_up for one in self._children if one.spec.role == spec.role):
-                    self._fail(f"no {spec.role} is left")
+                self._fail(f"{spec.id} {how} before the mesh was ready")
                 return
             try:
                 async with asyncio.timeout(delay_s):
@@ -176,8 +172,7 @@ class Launcher:
             self._incomplete.clear()
             status = await planner.status(timeout_s=1.0)
             members = status.view.members if status is not None else ()
-            wanted = [one.spec for one in self._children if not one.given_up]
-            self._console.waiting(wanted, members)
+            self._console.waiting([one.spec for one in self._children], members)
             if status is not None and self._whole(status):
                 answers = [
                     await gateway_readiness(endpoint, timeout_s=2.0)
@@ -191,7 +186,7 @@ class Launcher:
         """Every process that is to run is known to the planner, as it runs now, and ready."""
         known = {member.id: member for member in status.view.members}
         for supervised in self._children:
-            if supervised.given_up or supervised.spec.role in {"planner", "gateway"}:
+            if supervised.spec.role in {"planner", "gateway"}:
                 continue
             member = known.get(supervised.spec.id)
             pid = supervised.child.pid if supervised.child is not None else None

@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 from mesh.supervise import ExitCode
 
 HOPELESS = frozenset({ExitCode.CANNOT_SERVE, ExitCode.ALREADY_RUNNING})
-"""Exit codes that say: the next start ends the same way."""
+"""Exit codes that say: the next start ends the same way, unless somebody changes something."""
+
+_MOST_DOUBLINGS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
     """Back-off doubles from ``first_delay_s`` to ``max_delay_s`` with each death inside
-    ``window_s``; after ``max_deaths`` of them the child is given up.
+    ``window_s``. A mesh that never was ready gives a child up after ``max_deaths`` of them: it is
+    set up wrongly, and whoever starts it is watching. One that has served goes on trying for ever.
     """
 
     max_deaths: int = 5
@@ -30,14 +33,19 @@ class RestartBudget:
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     deaths: list[float] = field(default_factory=list)
 
-    def died(self, exit_code: int, now_s: float) -> float | None:
-        """Notes a death; returns the seconds to wait before the next start, None to give up."""
-        if exit_code in HOPELESS:
-            return None
+    def died(self, exit_code: int, now_s: float, *, served: bool) -> float | None:
+        """Notes a death; returns the seconds to wait before the next start, None to give up.
+
+        ``served``: the mesh has been ready once.
+        """
         policy = self.policy
-        self.deaths = [at for at in self.deaths if now_s - at < policy.window_s] + [now_s]
-        if len(self.deaths) >= policy.max_deaths:
+        recent = [at for at in self.deaths if now_s - at < policy.window_s]
+        self.deaths = [*recent[-_MOST_DOUBLINGS:], now_s]
+        hopeless = exit_code in HOPELESS
+        if not served and (hopeless or len(self.deaths) >= policy.max_deaths):
             return None
+        if hopeless:
+            return policy.max_delay_s
         doublings = len(self.deaths) - 1
         return min(policy.first_delay_s * 2.0**doublings, policy.max_delay_s)
 

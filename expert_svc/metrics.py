@@ -31,6 +31,11 @@ class ExpertCollector(Collector):
         tally, table = self._worker.tally, self._table
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"{PREFIX}_expert_{name}", text, value=getattr(tally, name))
+        yield CounterMetricFamily(
+            f"{PREFIX}_expert_corrupt_lanes",
+            "Lanes dropped because the router wrote nonsense.",
+            value=self._worker.corrupt_lanes,
+        )
         seconds = CounterMetricFamily(
             f"{PREFIX}_expert_thread_seconds",
             "Where the compute thread's time went.",

@@ -15,7 +15,7 @@ import torch
 from ep_kernels.plane import PlaneError
 from ep_kernels.shm.expert import ShmExpertPlane
 
-from expert_svc.heap import trim_heap
+from expert_svc.heap import is_out_of_memory, trim_heap
 from expert_svc.metrics import ExpertCollector
 from expert_svc.slots import SlotError, SlotTable, SupersededError
 from expert_svc.worker import Worker
@@ -28,7 +28,7 @@ from moe_model.checkpoint import Checkpoint
 from moe_model.errors import CheckpointError
 from moe_model.experts import new_bank, read_expert
 from moe_model.shipped import checkpoint_dir
-from moe_model.spec import ModelSpec, load_spec, model_digest
+from moe_model.spec import ModelSpec, load_spec, serving_digest
 from moe_model.tensors import TensorTable
 
 
@@ -105,10 +105,13 @@ class ExpertWorker:
         except SupersededError:
             log.info("slots.superseded")
             return
-        except (SlotError, CheckpointError, MemoryError) as error:
-            log.error("slots.failed", error=str(error))  # noqa: TRY400 - an answer, not a bug
-            self._member.set_state("loading", detail=str(error), progress=0.0)
-            self._acknowledge(command, str(error))
+        except (SlotError, CheckpointError, MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+                raise
+            reason = str(error) or "out of memory"
+            log.error("slots.failed", error=reason)  # noqa: TRY400 - an answer, not a bug
+            self._member.set_state("loading", detail=reason, progress=0.0)
+            self._acknowledge(command, reason)
             return
         log.info("slots.loaded", experts=loaded, resident_bytes=self._table.resident_bytes())
         self._member.set_state("ready")
@@ -151,7 +154,7 @@ class ExpertWorker:
         )
 
     def _hello(self) -> Hello:
-        ctx, view = self._ctx, self._member.view
+        ctx = self._ctx
         return Hello(
             id=ctx.id,
             role="expert",
@@ -162,8 +165,6 @@ class ExpertWorker:
             lanes=self._lanes,
             metrics=ctx.metrics_url,
             num_slots=ctx.settings.expert.slots_per_layer,
-            placement=None if view is None else view.placement,
-            held=self._table.held(),
         )
 
     def _load(self) -> Load:
@@ -182,7 +183,7 @@ async def main(ctx: Context) -> None:
         try:
             path = checkpoint_dir(settings.model.path)
             spec = load_spec(path)
-            digest = model_digest(path)
+            digest = serving_digest(path, settings.model.weights, settings.model.exact)
             table = _open_table(ctx, path, spec, stack)
             lanes = lanes_path(settings, ctx.id)
             plane = ShmExpertPlane(

@@ -15,16 +15,14 @@ from time import perf_counter_ns
 import numpy as np
 import torch
 from ep_kernels.grouped_ffn import ExpertBank
-from ep_kernels.plane import AnswerStatus, Arrival, ExpertPlane, IntArray
+from ep_kernels.plane import AnswerStatus, Arrival, ExpertPlane
 
 from expert_svc.slots import SlotTable
-from mesh.placement import EMPTY
 
 _IDLE_WAIT_S = 5.0
 """Longest sleep without work. Arrivals, dead lanes and ``stop`` all wake the thread by themselves;
 this bounds the harm of a wake-up lost to a defect."""
 _MOST_PASSES = 8
-_EMPTY_SLOT = np.int32(EMPTY).tobytes()
 
 
 @dataclass(slots=True)
@@ -78,6 +76,11 @@ class Worker:
                     woke = perf_counter_ns()
                     tally.wait_ns += woke - slept
 
+    @property
+    def corrupt_lanes(self) -> int:
+        """Lanes dropped because a router wrote nonsense, since start. Any thread."""
+        return self._plane.corrupt_lanes
+
     def stop(self) -> None:
         """Make ``run`` return soon. Any thread."""
         self._stopping = True
@@ -129,7 +132,8 @@ class Worker:
         The rule that keeps every placement right: see "Placement, epochs" in the architecture.
         """
         bank = self._table.banks.get(part.layer)
-        return bank if bank is not None and _holds(bank.holds, part) else None
+        fits = bank is not None and bank.matches(part.pair_slot, part.pair_expert)
+        return bank if fits else None
 
     def _next_group(self) -> list[Arrival]:
         """The parts of the layer with most waiting tokens, or those passed over too often."""
@@ -155,20 +159,6 @@ class Worker:
     def _refuse(self, part: Arrival) -> None:
         self.tally.stale += 1
         self._plane.answer(part, AnswerStatus.STALE, 0, 0)
-
-
-def _holds(holds: IntArray, part: Arrival) -> bool:
-    """Whether each pair's slot holds the pair's expert, whatever numbers the peer sent.
-
-    ``holds`` ``[slots]``. Comparing bytes costs a microsecond; numpy's reductions cost ten.
-    """
-    try:
-        # As unsigned numbers, negative slots are out of range as well.
-        found = holds[part.pair_slot.view(np.uint32)].tobytes()
-    except IndexError:
-        return False
-    # Four bytes of ones cannot straddle two experts' numbers, so they are an empty slot.
-    return found == part.pair_expert.tobytes() and _EMPTY_SLOT not in found
 
 
 def _run_joined(bank: ExpertBank, parts: Sequence[Arrival]) -> None:

@@ -2,7 +2,7 @@
 
 Layers, each importing only what stands below it::
 
-    service                      the process
+    service, server              the process, its HTTP server
     api/                         HTTP: app, http, completions, chat_completions, run, engine,
                                  requests, sampling, prompts, logprobs, responses
     generation                   one request's sequences

@@ -33,12 +33,10 @@ class Choice:
     ``done`` after the last piece. ``stopped``: ended by a stop string, which the router does not
     know of: the caller must cancel the sequence. ``tokens``: tokens that the model produced, the
     stop token included. ``offset``: where the output begins in the text that the client sees.
-    ``discard``: the client wants no output (only its prompt scored); tokens are dropped.
     """
 
     __slots__ = (
         "_detokenizer",
-        "_discard",
         "_matcher",
         "_min_tokens",
         "_offset",
@@ -64,7 +62,6 @@ class Choice:
         min_tokens: int = 0,
         entries: bool = False,
         offset: int = 0,
-        discard: bool = False,
     ) -> None:
         self.index = index
         self.tokens = 0
@@ -74,7 +71,6 @@ class Choice:
         self.done = False
         self.stopped = False
         self._detokenizer = detokenizer
-        self._discard = discard
         self._matcher = StopMatcher(stops, include=include_stop) if stops else None
         self._min_tokens = min_tokens
         self._want_entries = entries
@@ -92,9 +88,6 @@ class Choice:
             self.cached_tokens = delta.cached_tokens
         if delta.prompt_logprobs:
             self.prompt_logprobs = delta.prompt_logprobs
-        if self._discard:
-            self.done = delta.finish is not None
-            return Piece(self.index, "", (), "length") if self.done else None
         text = ""
         for i, token in enumerate(delta.tokens):
             self.tokens += 1

@@ -155,3 +155,4 @@ class Pool:
                     self._note_readiness()
                 case Rejected():
                     table.on_rejected(message, now)
+                    self._note_readiness()

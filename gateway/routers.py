@@ -47,16 +47,16 @@ class Routers:
     def __init__(self, prefixes: PrefixTable) -> None:
         self._routers: dict[str, Router] = {}
         self._prefixes = prefixes
-        self._view_version: int | None = None
+        self._has_view = False
 
     def apply(self, view: View) -> tuple[list[Member], list[str]]:
-        """Take a newer view; returns (routers to connect to, ids of those that are gone).
+        """Take the view that counts now; returns (routers to connect to, ids of those gone).
 
         A router that came back as another process, or at another address, is in both lists.
+        Which view is the newest is for ``mesh.member`` to say: after a planner's restart it can
+        be one with a smaller version.
         """
-        if self._view_version is not None and view.version <= self._view_version:
-            return [], []
-        self._view_version = view.version
+        self._has_view = True
         present = {
             member.id: member
             for member in view.members
@@ -99,16 +99,31 @@ class Routers:
             router.heard_at = now
 
     def pong(self, id_: str, pong: Pong, now: float) -> bool:
-        """Take an answer; True when the router takes work now and did not before."""
+        """Take an answer; True when the router takes work now and did not before.
+
+        An answer of any other process than the view's says nothing of this router.
+        """
         router = self._routers.get(id_)
         if router is None:
             return False
         before = router.takes_work
         router.heard_at = now
+        if (pong.router, pong.incarnation) != (id_, router.member.incarnation):
+            # It was replaced; work sent now would have to move when the view says so.
+            router.ready = False
+            router.reason = "another process answers at its address"
+            return False
         router.ready = pong.ready
         router.reason = pong.reason
         router.others = max(0, _sequences(pong.load) - router.active)
         return router.takes_work and not before
+
+    def refused(self, id_: str, reason: str) -> None:
+        """``id_`` takes no work, as its next answer to a Ping will say too."""
+        router = self._routers.get(id_)
+        if router is not None:
+            router.ready = False
+            router.reason = reason
 
     def silent(self, now: float) -> list[str]:
         """Connected routers that fell silent; they take no work until they answer again."""
@@ -156,7 +171,7 @@ class Routers:
         """Empty when some router takes work, else the reason in words."""
         if any(router.takes_work for router in self._routers.values()):
             return ""
-        if self._view_version is None:
+        if not self._has_view:
             return "the planner has not answered yet"
         if not self._routers:
             return "no router has joined the mesh"

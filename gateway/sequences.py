@@ -21,6 +21,8 @@ _MAX_MOVES = 8
 """A sequence that loses its router this often may be what kills them."""
 _ROUTER_DEADLINE_SLACK_S = 1.0
 """The router gives a sequence up a little after the gateway has, which knows how to say it."""
+_RELOAD_S = 5.0
+"""About how long a restarted expert worker takes to load its weights again."""
 
 
 class Mailbox:
@@ -130,7 +132,9 @@ class SequenceTable:
     """All open sequences.
 
     ``send(router, message) -> bool``: False when it could not be sent. ``router_wait_s``: how
-    long a sequence waits for a router that takes it.
+    long a sequence waits for the first router that takes it. One that lost its router waits for
+    another to its own deadline: its client may already read, and a pause is better than a broken
+    answer.
     """
 
     def __init__(
@@ -182,27 +186,29 @@ class SequenceTable:
                     self._move(sequence, now)
                     continue
                 if delta.finish == "error":
-                    sequence.mailbox.fail(
-                        GenerationFailed(delta.error or "The mesh could not finish this sequence.")
-                    )
+                    sequence.mailbox.fail(_failure(delta))
                     continue
             sequence.prompt_seen = True
             sequence.output.extend(delta.tokens)
             sequence.mailbox.put(sequence.choice, delta)
 
     def on_rejected(self, message: Rejected, now: float) -> None:
-        """Try the next router, or tell the client."""
+        """Try the next router, wait for one that is ready, or tell the client."""
         sequence = self._running.get(message.request)
         if sequence is None:
             return
-        sequence.refused_by.add(sequence.router)
+        router = sequence.router
         self._take_away(sequence)
+        if message.not_ready:
+            self._routers.refused(router, message.reason)
+            self._place(sequence, now)
+            return
+        sequence.refused_by.add(router)
         if message.retry_after_s <= 0:
             sequence.mailbox.fail(InvalidValue(message.reason))
         elif self._routers.pick(sequence.prompt, sequence.refused_by) is not None:
             self._place(sequence, now)
         elif sequence.moves:
-            # Its client already reads: better a pause than a broken answer.
             sequence.refused_by.clear()
             self._wait(sequence, now)
         else:
@@ -252,7 +258,7 @@ class SequenceTable:
         sequence.moves += 1
         self.moved += 1
         sequence.refused_by.clear()
-        sequence.wait_until = now + self._router_wait_s
+        sequence.wait_until = sequence.deadline
         if sequence.moves > _MAX_MOVES:
             sequence.mailbox.fail(
                 GenerationFailed(f"The sequence lost its router {sequence.moves} times.")
@@ -264,3 +270,10 @@ class SequenceTable:
         del self._running[sequence.wire]
         self._routers.left(sequence.router)
         sequence.router = ""
+
+
+def _failure(delta: Delta) -> ApiError:
+    message = delta.error or "The mesh could not finish this sequence."
+    if delta.error_kind == "unavailable":
+        return Unavailable(message, retry_after_s=_RELOAD_S)
+    return GenerationFailed(message)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import math
 import resource
 import socket
 import time
-from collections.abc import Generator
 from pathlib import Path
-
-import uvicorn
 
 from gateway.admission import Admission
 from gateway.api.app import build_app
@@ -20,6 +17,7 @@ from gateway.chat import find_template
 from gateway.errors import Unavailable
 from gateway.meters import Meters
 from gateway.pool import Pool
+from gateway.server import Server
 from gateway.text import Tokenizer, TokenizerError
 from mesh.member import Member
 from mesh.messages import Hello, Load
@@ -29,34 +27,23 @@ from mesh.settings import GatewaySettings, ModelSettings
 from mesh.supervise import Supervisor
 from moe_model.errors import CheckpointError
 from moe_model.shipped import checkpoint_dir, model_id
-from moe_model.spec import SamplingDefaults, load_spec, model_digest
+from moe_model.spec import SamplingDefaults, load_spec, serving_digest
 
 _BACKLOG = 1024
-_KEEP_ALIVE_S = 65
-"""Longer than the usual 60 s of load balancers, which must be the first to close."""
-_FINISH_S = 5
-"""How long running requests may go on after the signal to stop."""
-_FLUSH_S = 2
-"""How long their clients then have to read that they ended."""
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without signal handlers of its own: ``run_service`` has them."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
+_FINISH_S = 5.0
+_FLUSH_S = 2.0
+"""How long clients of requests that were ended have to read it."""
 
 
 def served_model(settings: ModelSettings) -> tuple[ServedModel, str]:
-    """The model that ``settings`` name and its digest.
+    """The model that ``settings`` name, and what the mesh must have in common to serve it.
 
     Raises ``CannotServe`` naming the file that is missing or wrong.
     """
     try:
         path = checkpoint_dir(settings.path)
         spec = load_spec(path)
-        digest = model_digest(path)
+        digest = serving_digest(path, settings.weights, settings.exact)
         tokenizer = Tokenizer(path)
         template = find_template(path, tokenizer.config)
         name = model_id(settings.name, settings.path)
@@ -94,7 +81,6 @@ def _defaults(given: SamplingDefaults) -> Defaults:
 
 def listen(settings: GatewaySettings) -> socket.socket:
     """A bound socket for the HTTP server; raises ``CannotServe`` when the address is taken."""
-    where = f"{settings.host}:{settings.port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -104,18 +90,27 @@ def listen(settings: GatewaySettings) -> socket.socket:
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
+        where = _authority(settings.host, settings.port)
         raise CannotServe(f"cannot listen on {where}: {error.strerror or error}") from error
     listener.setblocking(False)
     return listener
 
 
-async def serve(ctx: Context) -> None:
-    """Serve until ``ctx.stopping``; raises ``CannotServe``."""
+def _authority(host: str, port: int) -> str:
+    """``host:port`` as a URL writes it: IPv6 addresses stand in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def serve(ctx: Context, *, finish_s: float = _FINISH_S) -> None:
+    """Serve until ``ctx.stopping``, and ``finish_s`` longer for requests that then still run.
+
+    Raises ``CannotServe``.
+    """
     settings = ctx.settings.gateway
     listener = listen(settings)
     model, digest = served_model(ctx.settings.model)
     port = listener.getsockname()[1]
-    url = f"http://{settings.host}:{port}"
+    url = f"http://{_authority(settings.host, port)}"
     meters = Meters(ctx.registry)
     admission = Admission(settings.max_queue, time.monotonic())
 
@@ -160,21 +155,8 @@ async def serve(ctx: Context) -> None:
             log=ctx.log,
             state="ready",
         )
-        server = _Server(
-            uvicorn.Config(
-                build_app(engine, ctx.registry, ctx.log),
-                loop="none",
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_FINISH_S + _FLUSH_S,
-            )
+        server = Server(
+            build_app(engine, ctx.registry, ctx.log), grace_s=math.ceil(finish_s + _FLUSH_S)
         )
         actors.start("member", member.run)
         actors.start("pool", pool.run)
@@ -186,7 +168,7 @@ async def serve(ctx: Context) -> None:
         pool.stop()
         server.should_exit = True
         asyncio.get_running_loop().call_later(
-            _FINISH_S, pool.table.fail_all, Unavailable("The gateway is stopping.")
+            finish_s, pool.table.fail_all, Unavailable("The gateway is stopping.")
         )
         await serving
         engine.close()

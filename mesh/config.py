@@ -31,6 +31,7 @@ from mesh.settings import Settings
 
 ENV_PREFIX = "MOEMESH_"
 CONFIG_VARIABLE = "MOEMESH_CONFIG"
+NAME_EXPECTED = "expected 1 to 40 letters, digits, '-' or '_'"
 MAX_SOCKET_PATH_BYTES = 107
 """``sun_path`` of a Unix socket has 108 bytes, the last one zero (unix(7))."""
 
@@ -196,10 +197,7 @@ _POSITIVE = _Rule(lambda v: 0 < v < float("inf"), "expected more than 0")
 _NOT_NEGATIVE = _Rule(lambda v: 0 <= v < float("inf"), "expected 0 or more")
 _PORT = _Rule(lambda v: 0 <= v <= 65535, "expected a port, 0 to 65535 (0: any free one)")
 _HOST = _Rule(bool, "expected a host name or address")
-_NAME = _Rule(
-    lambda v: 0 < len(v) <= 40 and all(c.isascii() and (c.isalnum() or c in "-_") for c in v),
-    "expected 1 to 40 letters, digits, '-' or '_'",
-)
+_NAME = _Rule(lambda v: not name_fault(v), NAME_EXPECTED)
 
 _RULES: Mapping[str, _Rule] = {
     "mesh.name": _NAME,
@@ -264,6 +262,15 @@ def _check_values(values: Mapping[str, Any], origin: Mapping[str, str]) -> None:
             "planner.dead_after_ms",
             f"expected more than planner.suspect_after_ms = {values['planner.suspect_after_ms']}",
         )
+
+
+def name_fault(name: str) -> str:
+    """What is wrong with the name of a mesh or the id of a member (both name files), in words;
+    empty when it can be used.
+    """
+    short = 0 < len(name) <= 40
+    plain = all(c.isascii() and (c.isalnum() or c in "-_") for c in name)
+    return "" if short and plain else NAME_EXPECTED
 
 
 def address_fault(address: str) -> str:

@@ -21,7 +21,7 @@ API (everything on the event loop's thread; from another one use ``loop.call_soo
 ``run()`` returns only by cancellation (it then says ``Goodbye``) or raises ``RefusedByPlanner``.
 A planner that dies and comes back, or is not there yet, is waited for without limit: the member
 serves on with what it knows. It says ``Hello`` on each new connection, when a planner does not
-know it, and again until it is welcomed.
+know it, and again until it is welcomed; each ``Hello`` brings the newest placement that it knows.
 
 Callbacks must be quick and must not raise.
 """
@@ -32,6 +32,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+import msgspec
 from structlog.typing import FilteringBoundLogger
 
 from mesh.links import ClientLink, LinkClosed, Net, Subscriber, request
@@ -167,7 +168,7 @@ class Member:
             self._wake.clear()
             welcome = self._welcome
             if welcome is None:
-                self._said = self._hello()
+                self._said = self._present_itself()
                 link.send(self._said)
                 pause_s = HELLO_AGAIN_S
             else:
@@ -177,6 +178,11 @@ class Member:
                 async with asyncio.timeout(pause_s):
                     await self._wake.wait()
                 await asyncio.sleep(PROMPT_HEARTBEAT_S)
+
+    def _present_itself(self) -> Hello:
+        hello = self._hello()
+        known = None if self.view is None else self.view.placement
+        return hello if known is None else msgspec.structs.replace(hello, placement=known)
 
     def _heartbeat(self) -> Heartbeat:
         assert self._said is not None, "a welcome answers a Hello"

@@ -61,7 +61,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """What decides membership; times in seconds."""
 
     model_digest: str
-    """Of the model that this mesh serves; a member with another is refused."""
+    """Of what this mesh serves (``moe_model.spec.serving_digest``: model, precision, exactness); a
+    member with another is refused."""
     suspect_after_s: float
     dead_after_s: float
     tick_s: float
@@ -99,7 +100,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     progress: float = 0.0
     load: Load | None = None
-    view_version: int = 0
 
     def member(self) -> Member:
         """Its line in a ``View``."""
@@ -267,7 +267,7 @@ def _unfit(hello: Hello, rules: Rules) -> str:
         )
     if hello.model_digest != rules.model_digest:
         return (
-            f"another model: {hello.id} has loaded {hello.model_digest or 'none'}, "
+            f"another model or precision: {hello.id} has loaded {hello.model_digest or 'none'}, "
             f"this mesh serves {rules.model_digest}"
         )
     return ""
@@ -299,7 +299,6 @@ def _heartbeat(membership: Membership, beat: Heartbeat, now_s: float) -> Outcome
         detail=beat.detail,
         progress=beat.progress,
         load=beat.load,
-        view_version=beat.view_version,
     )
     return _with(membership, record), _changes(known, record)
 

@@ -114,9 +114,8 @@ class Hello(_Message, frozen=True, kw_only=True):
     num_slots: int = 0
     """Expert: the most slots per MoE layer that it can hold (0: as many as it is given)."""
     placement: Placement | None = None
-    """Newest placement the member knows, from which a restarted planner rebuilds its own."""
-    held: tuple[tuple[int, ...], ...] = ()
-    """Expert: ``[moe layers, local slots]`` logical experts that it holds now, -1 for empty."""
+    """Newest placement the member knows (``mesh.member`` fills it in), from which a restarted
+    planner rebuilds its own and learns that the mesh is older than itself."""
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
@@ -299,6 +298,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: str = ""
     cached_tokens: int = 0
     """In the first delta: prompt tokens found in the prefix cache."""
+    error_kind: str = ""
+    """``unavailable``: expert workers were missing, trying again later can help. Else empty."""
 
 
 class Tokens(_Message, frozen=True, kw_only=True):
@@ -315,6 +316,9 @@ class Rejected(_Message, frozen=True, kw_only=True):
     reason: str
     retry_after_s: float = 0.0
     """0: trying again cannot help."""
+    not_ready: bool = False
+    """The router takes no sequence at all now (it loads, drains, or misses experts), as its next
+    ``Pong`` says too. False: it has no room, or cannot run this one."""
 
 
 class Pong(_Message, frozen=True, kw_only=True):

@@ -38,7 +38,7 @@ from prometheus_client import CollectorRegistry
 from structlog.typing import FilteringBoundLogger
 
 from mesh import logs, metrics
-from mesh.config import ConfigError, Effective, load
+from mesh.config import ConfigError, Effective, load, name_fault
 from mesh.links import LinkError, Net
 from mesh.messages import Role
 from mesh.rundir import AlreadyRunning, RunDirError, claim, create_run_dir
@@ -242,8 +242,8 @@ def _parse(role: Role, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _id(text: str) -> str:
-    if not 0 < len(text) <= 40 or not all(c.isascii() and (c.isalnum() or c in "-_") for c in text):
-        raise argparse.ArgumentTypeError("expected 1 to 40 letters, digits, '-' or '_'")
+    if fault := name_fault(text):
+        raise argparse.ArgumentTypeError(fault)
     return text
 
 

@@ -2,9 +2,8 @@
 
 API
     ``async with Supervisor(log) as actors:``
-        ``actors.start("engine", engine.run)``                     a crash ends the service
-        ``actors.start("probe", probe.run, restart=Backoff())``    a crash restarts it, bounded
-        ``actors.task(coroutine)``      a short job under the same roof
+        ``actors.start("engine", engine.run)``      a crash ends the service
+        ``actors.task(coroutine)``                  a short job under the same roof
         ``await ctx.stopping.wait()``
     Leaving the block cancels the actors one after another, last started first, each awaited.
 
@@ -22,7 +21,6 @@ from enum import IntEnum
 from types import TracebackType
 from typing import Any, TypeVar
 
-import msgspec
 from structlog.typing import FilteringBoundLogger
 
 T = TypeVar("T")
@@ -53,23 +51,6 @@ class ActorCrashed(Exception):
     def __init__(self, actor: str, cause: BaseException) -> None:
         super().__init__(f"{actor} crashed: {type(cause).__name__}: {cause}")
         self.actor = actor
-
-
-class Backoff(msgspec.Struct, frozen=True, kw_only=True):
-    """Restart after ``first_s``, doubling up to ``most_s``; give up after ``attempts`` crashes
-    that each came sooner than ``healthy_s`` after their start.
-    """
-
-    first_s: float = 0.1
-    most_s: float = 5.0
-    attempts: int = 5
-    healthy_s: float = 30.0
-
-    def delay_s(self, crashes: int) -> float | None:
-        """Pause before the restart after the ``crashes``-th crash in a row; None: give up."""
-        if crashes > self.attempts:
-            return None
-        return min(self.most_s, self.first_s * 2.0 ** (crashes - 1))
 
 
 class Supervisor:
@@ -107,15 +88,9 @@ class Supervisor:
             # One cause is enough to end a service, and callers match on its type.
             raise first_error(group) from group
 
-    def start(
-        self,
-        name: str,
-        run: Callable[[], Awaitable[None]],
-        *,
-        restart: Backoff | None = None,
-    ) -> asyncio.Task[None]:
-        """Run an actor until it returns, crashes for good, or the block is left."""
-        task = self._group.create_task(self._run(name, run, restart), name=name)
+    def start(self, name: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """Run an actor until it returns, crashes, or the block is left."""
+        task = self._group.create_task(self._run(name, run), name=name)
         self._actors.append(task)
         return task
 
@@ -123,29 +98,14 @@ class Supervisor:
         """A short job; its exception ends the block like a crash."""
         return self._group.create_task(job, name=name)
 
-    async def _run(
-        self, name: str, run: Callable[[], Awaitable[None]], restart: Backoff | None
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        crashes = 0
-        while True:
-            started = loop.time()
-            try:
-                await run()
-            except self._quiet:
-                raise
-            except Exception as error:
-                self._log.exception("actor.crashed", actor=name)
-                if restart is None:
-                    raise ActorCrashed(name, error) from error
-                crashes = 1 if loop.time() - started > restart.healthy_s else crashes + 1
-                delay_s = restart.delay_s(crashes)
-                if delay_s is None:
-                    raise ActorCrashed(name, error) from error
-                await asyncio.sleep(delay_s)
-                self._log.info("actor.restarted", actor=name, crashes=crashes)
-            else:
-                return
+    async def _run(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await run()
+        except self._quiet:
+            raise
+        except Exception as error:
+            self._log.exception("actor.crashed", actor=name)
+            raise ActorCrashed(name, error) from error
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

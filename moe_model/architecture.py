@@ -136,8 +136,3 @@ class ModelSpec(_Spec, frozen=True, kw_only=True):
     dtype: str
     """Type of the weights on disk: float32, float16 or bfloat16."""
     tie_word_embeddings: bool
-
-    @property
-    def expert_parameters(self) -> int:
-        """Parameters of one routed expert."""
-        return 3 * self.hidden_size * self.expert_intermediate

@@ -34,6 +34,11 @@ class Ticket(Protocol):
         Only once ``done``; raises what kept the experts from answering.
         """
 
+    def abandon(self) -> None:
+        """Nobody will ask for the result (any more): let go of what is held for it. May be called
+        at any time, and more than once.
+        """
+
 
 class ExpertClient(Protocol):
     """Runs routed experts somewhere."""
@@ -58,6 +63,9 @@ class _Answered:
 
     def result(self) -> torch.Tensor:
         return self._out
+
+    def abandon(self) -> None:
+        pass
 
 
 class LocalExperts:

@@ -39,8 +39,9 @@ def forward(
     Yields a ticket whenever its experts have not answered yet: the caller runs something else and
     resumes once the ticket is ``done`` (resuming earlier only yields it again). Returns the final
     hidden states ``[tokens, hidden]``, from which ``model.logits`` makes logits. Errors of the
-    experts pass through; the micro-batch is then lost, its cache rows hold no promise. Create and
-    resume under ``torch.inference_mode``.
+    experts pass through; the micro-batch is then lost, its cache rows hold no promise. Whatever
+    ends it early, ``close()`` of the generator included, abandons the dispatch under way. Create
+    and resume under ``torch.inference_mode``.
     """
     moe_layers = frozenset(model.spec.moe_layers)
     h = model.embed(plan)
@@ -52,12 +53,16 @@ def forward(
         x = model.ffn_input(layer, h)
         topk_ids, topk_weights = model.route(layer, x)
         ticket = experts.dispatch(layer, x, topk_ids, topk_weights)
-        shared = model.shared(layer, x)  # computed while the routed experts work
-        if shared is not None:
-            h = shared.add_(h)
-        while not ticket.done:
-            yield ticket
-        h = h.add_(ticket.result())
+        try:
+            shared = model.shared(layer, x)  # computed while the routed experts work
+            if shared is not None:
+                h = shared.add_(h)
+            while not ticket.done:
+                yield ticket
+            h = h.add_(ticket.result())
+        except BaseException:
+            ticket.abandon()
+            raise
     return h
 
 

@@ -7,10 +7,9 @@ of a group is the sum of its two best experts), or softmax (Mixtral).
 from __future__ import annotations
 
 import torch
-from ep_kernels.packed import pack_linear
+from ep_kernels.packed import pack_linear, serial_rows
 
 from moe_model.architecture import GateSpec
-from moe_model.layers import serial_rows
 
 _VECTOR_VALUES = 64
 """A multiple of what one step of ATen's vector loops covers on any CPU."""

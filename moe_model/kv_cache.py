@@ -7,6 +7,8 @@ sequence whose blocks have consecutive numbers is read in place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 _ALIGN_VALUES = 16
@@ -17,8 +19,9 @@ class KVCache:
 
     ``layers[i]`` is ``[num_blocks * block_size, width]`` fp32 with rows ``stride`` values apart, so
     that every row starts on a cache line. Who writes which
-    block is the scheduler's business; nothing here is ever cleared. Raises ``ValueError`` for
-    counts that are not positive.
+    block is the scheduler's business. Rows not yet written may be read behind a mask, where a NaN
+    would survive: they are zeros at first, and ``clear`` is for blocks that had another owner.
+    Raises ``ValueError`` for counts that are not positive.
     """
 
     def __init__(self, num_layers: int, num_blocks: int, block_size: int, width: int) -> None:
@@ -31,7 +34,6 @@ class KVCache:
         self.block_size = block_size
         self.width = width
         self.stride = row_stride(width)
-        # Rows never written may be read behind a mask, where a NaN would survive: zeros, not empty.
         self._blocks = [
             torch.zeros(num_blocks, block_size * self.stride) for _ in range(num_layers)
         ]
@@ -40,6 +42,12 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         return sum(blocks.nbytes for blocks in self._blocks)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero ``blocks`` in all layers."""
+        index = torch.tensor(blocks)
+        for layer in self._blocks:
+            layer.index_fill_(0, index, 0.0)
 
     def gather(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
         """Copy blocks ``[b]`` int64 -> rows ``[b * block_size, width]``."""

@@ -5,16 +5,11 @@ calls cost the time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Protocol
 
 import torch
-from ep_kernels.packed import Kind, pack_linear
+from ep_kernels.packed import Kind, pack_linear, serial_rows
 from torch.nn.functional import rms_norm, silu
-
-_SERIAL_VALUES = 32_767
-"""Elementwise operations on fewer values than ATen's grain size stay on one thread, so their
-vector and remainder loops treat a column alike in every row."""
 
 
 class Norm(Protocol):
@@ -105,11 +100,3 @@ class SwiGlu:
         for block in serial_rows(gate_up.shape[0], inner):
             torch.mul(silu(gate_up[block, :inner]), gate_up[block, inner:], out=act[block])
         return self._down(act)
-
-
-def serial_rows(rows: int, width: int) -> Iterator[slice]:
-    """Slices of ``rows`` small enough that an elementwise operation on ``[slice, width]`` is not
-    split over threads.
-    """
-    step = max(1, _SERIAL_VALUES // max(1, width))
-    return (slice(begin, begin + step) for begin in range(0, rows, step))

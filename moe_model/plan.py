@@ -98,8 +98,8 @@ class Group:
     """Single tokens of ``num`` sequences, padded to ``keys`` keys each.
 
     ``rows`` ``[num]`` are their rows in the step, None when they are all of it in order.
-    ``blocks`` ``[num * keys / block_size]``; ``mask`` ``[num, 1, keys]`` is minus infinity at keys
-    that a token does not see.
+    ``blocks`` ``[num * keys / block_size]`` are their own alone; ``mask`` ``[num, 1, keys]`` is
+    minus infinity at keys that a token does not see.
     """
 
     rows: torch.Tensor | None
@@ -117,10 +117,9 @@ class StepPlan:
     """A step of ``num_tokens`` rows, chunk after chunk.
 
     ``token_ids``, ``positions`` and ``cache_rows`` (where each token's row of the cache is) are
-    ``[num_tokens]`` int64; ``last_rows`` ``[chunks]`` is the row of each chunk's last token.
-    ``query_turn`` and ``key_turn`` are the attention's rotations, broadcast over heads; the first
-    carries the softmax scale too. ``kept_rows`` are the rows of parts that do not expand, None when
-    these are all.
+    ``[num_tokens]`` int64. ``query_turn`` and ``key_turn`` are the attention's rotations, broadcast
+    over heads; the first carries the softmax scale too. ``kept_rows`` are the rows of parts that do
+    not expand, None when these are all.
     """
 
     num_tokens: int
@@ -128,7 +127,6 @@ class StepPlan:
     token_ids: torch.Tensor
     positions: torch.Tensor
     cache_rows: torch.Tensor
-    last_rows: torch.Tensor
     parts: tuple[Part, ...]
     kept_rows: torch.Tensor | None
     query_turn: torch.Tensor
@@ -152,7 +150,6 @@ def plan_step(
     tokens: list[int] = []
     positions: list[int] = []
     rows: list[int] = []
-    lasts: list[int] = []
     spans: list[tuple[int, Chunk]] = []
     singles: list[tuple[int, Chunk]] = []
     for chunk in chunks:
@@ -161,7 +158,6 @@ def plan_step(
         _check(chunk, count, size, max_context)
         (singles if count == 1 else spans).append((len(tokens), chunk))
         tokens += chunk.token_ids
-        lasts.append(len(tokens) - 1)
         if count == 1:
             positions.append(start)
             rows.append(table[start // size] * size + start % size)
@@ -170,8 +166,8 @@ def plan_step(
             rows += [table[p // size] * size + p % size for p in range(start, start + count)]
     n = len(tokens)
     # One conversion for all of them: it costs a microsecond or two whatever the length.
-    index = torch.from_numpy(np.array(tokens + positions + rows + lasts, dtype=np.int64))
-    token_ids, position_ids, cache_rows, last_rows = index.split_with_sizes([n, n, n, len(chunks)])
+    index = torch.from_numpy(np.array(tokens + positions + rows, dtype=np.int64))
+    token_ids, position_ids, cache_rows = index.split_with_sizes([n, n, n])
     query_turn, key_turn = turns(position_ids)
     parts = _parts(spans, singles, n, shape)
     return StepPlan(
@@ -180,7 +176,6 @@ def plan_step(
         token_ids=token_ids,
         positions=position_ids,
         cache_rows=cache_rows,
-        last_rows=last_rows,
         parts=parts,
         kept_rows=_kept_rows(parts, n),
         query_turn=query_turn,
@@ -296,11 +291,13 @@ def _group(members: list[tuple[int, Chunk]], num_tokens: int, shape: CacheShape)
     lows = [_first_visible(chunk.start, window) // size for _, chunk in members]
     counts = [chunk.start // size + 1 - low for (_, chunk), low in zip(members, lows, strict=True)]
     width = max(counts)
-    padding = [0] * width
     blocks: list[int] = []
     for (_, chunk), low, count in zip(members, lows, counts, strict=True):
-        blocks += chunk.block_table[low : low + count]
-        blocks += padding[count:]
+        own = chunk.block_table[low : low + count]
+        blocks += own
+        # Padded with its own blocks: what is behind the mask is multiplied by 0, and a NaN of
+        # another sequence would come through.
+        blocks += [own[-1]] * (width - count)
     # Key j of a member stands for position low * size + j.
     last: _Int64 = np.array(
         [[chunk.start - low * size] for (_, chunk), low in zip(members, lows, strict=True)]

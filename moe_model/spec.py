@@ -1,6 +1,6 @@
 """Read what a checkpoint is without reading its weights. Torch-free.
 
-``load_spec`` and ``model_digest`` are all that a gateway or planner needs of a model.
+``load_spec`` and ``serving_digest`` are all that a gateway or planner needs of a model.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ __all__ = [
     "YarnSpec",
     "load_spec",
     "model_digest",
+    "serving_digest",
 ]
 
 _SAMPLES_PER_FILE = 64
@@ -100,6 +101,16 @@ def model_digest(path: Path) -> str:
         _add(digest, file.name.encode(), header)
         _add(digest, str(size_bytes).encode(), _samples(file, size_bytes))
     return digest.hexdigest()
+
+
+def serving_digest(path: Path, weights: str, exact: bool) -> str:
+    """What every member of a mesh must have in common, and lanes and ``Hello`` compare: the
+    checkpoint, the ``model.weights`` format and ``model.exact``, as ``DIGEST weights=auto
+    exact=false``, so that a refusal that quotes both strings shows which of them differs.
+
+    Raises as ``load_spec`` does.
+    """
+    return f"{model_digest(path)} weights={weights} exact={'true' if exact else 'false'}"
 
 
 def _samples(file: Path, size_bytes: int) -> bytes:

@@ -63,7 +63,10 @@ class LoadWindow:
 
 
 def rank_loads(placement: Placement, counts: Counts) -> Counts:
-    """``[layers, ranks]`` tokens per rank when each expert's tokens split evenly over replicas."""
+    """``[layers, ranks]`` tokens per rank, estimated: as if an expert's tokens fell evenly on its
+    replicas. Reports count tokens per expert, not per slot, while routers prefer the replica on the
+    rank that they have sent less to: with replicas the real loads are usually more even than this.
+    """
     held = np.array(placement.physical_to_logical).reshape(len(placement.moe_layers), -1)
     rank_of_slot = np.repeat(np.arange(len(placement.ranks)), placement.slots_per_rank)
     loads = np.zeros((len(placement.moe_layers), len(placement.ranks)))

@@ -49,6 +49,9 @@ from planner_svc.rollout import Assign, Commit, Rollout
 
 SERVING = frozenset({"ready", "draining"})
 """States in which a member does its work."""
+SETTLE_S = 2.0
+"""How long a planner that finds a mesh already there listens before it says who is in it: longer
+than a member takes to notice the new planner, connect and say ``Hello``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,14 @@ class Identity:
 class Coordinator:
     """State of the planner; the service feeds it and carries out what it returns.
 
-    ``first_version`` must be larger than any version of an earlier start of the planner.
+    ``first_version`` must be larger than any version of an earlier start of the planner;
+    ``started`` is when this one began.
+
+    A planner that was started again knows nobody, and whoever believed its first ``View`` would
+    drop the peers that have not said ``Hello`` yet. So once it learns that the mesh is older than
+    itself (a ``Hello`` brings a placement, or an earlier start left one on disk) it keeps its views
+    back until ``SETTLE_S`` after its start; members go on with the last view they have. A new mesh
+    is not delayed.
     """
 
     def __init__(
@@ -110,6 +120,7 @@ class Coordinator:
         window: LoadWindow,
         *,
         first_version: int,
+        started: float,
     ) -> None:
         self._identity = identity
         self._rules = rules
@@ -120,6 +131,9 @@ class Coordinator:
         """Member id -> the connection on which it said its last accepted Hello."""
         self._members: dict[bytes, Hello] = {}
         self._changed = False
+        self._settles_at = started + SETTLE_S
+        self._holding = rollout.stored is not None
+        """Views are kept back."""
         self.dropped_reports = 0
         """Load reports that did not fit the model."""
         self.view = self._snapshot(first_version)
@@ -132,8 +146,10 @@ class Coordinator:
         match message:
             case Hello():
                 effects += self._step(message, now, peer, message)
-            case GetView():
+            case GetView() if not self._holding:
                 effects.append(Send(peer, self.view))
+            case GetView():
+                pass  # a member gets the first view without asking
             case GetStatus():
                 effects.append(Send(peer, self.status(now)))
             case Heartbeat() | SlotsReady() | LoadReport() | Goodbye():
@@ -145,8 +161,14 @@ class Coordinator:
                     # Its Hello will tell whether it may belong to the mesh.
                     return [Send(peer, Unknown())]
                 effects += self._from_member(peer, hello, message, now)
-        effects += self._settle(now)
-        if isinstance(message, Heartbeat) and message.view_version != self.view.version:
+        settled = self._settle(now)
+        effects += settled
+        if (
+            isinstance(message, Heartbeat)
+            and message.view_version != self.view.version
+            and not self._holding
+            and Send(peer, self.view) not in settled
+        ):
             effects.append(Send(peer, self.view))
         return effects
 
@@ -281,6 +303,7 @@ class Coordinator:
         self._members[peer] = hello
         if hello.placement is not None:
             self._rollout.learned(hello.placement)
+            self._holding = self._holding or now < self._settles_at
         if hello.role == "expert":
             self._rollout.joined(hello.id, hello.num_slots, now)
 
@@ -313,10 +336,18 @@ class Coordinator:
                     effects.append(Keep(placement))
                     values = {"epoch": placement.epoch, "ranks": placement.ranks}
                     effects.append(Note("plan.committed", values))
+        if self._holding and now < self._settles_at:
+            return effects
         if self._changed:
             self._changed = False
             self.view = self._snapshot(self.view.version + 1)
             effects.append(Publish(self.view))
+        if self._holding:
+            # Broadcasts may be numbered lower than before if the clock has gone back; what comes
+            # on its own connection a member takes from a new planner whatever the number.
+            self._holding = False
+            effects += [Send(peer, self.view) for peer in self._members]
+            effects.append(Note("mesh.found_again", {"members": len(self._members)}))
         return effects
 
     def _snapshot(self, version: int) -> View:

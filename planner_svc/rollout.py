@@ -97,7 +97,9 @@ class Rollout:
             self._waiting_since = now
 
     def gone(self, rank: str, now: float) -> None:
-        """An expert worker died or left. The committed placement stands: it may come back."""
+        """An expert worker died or left. The committed placement stands: the rank's experts wait
+        for its next process, as nothing is placed anew.
+        """
         if self._ranks.pop(rank, None) is None:
             return
         if self.proposed is not None and rank in self.proposed.ranks:

@@ -14,7 +14,7 @@ from mesh.service import CannotServe, Context
 from mesh.supervise import Supervisor
 from moe_model.errors import CheckpointError
 from moe_model.shipped import checkpoint_dir, model_id
-from moe_model.spec import load_spec, model_digest
+from moe_model.spec import load_spec, serving_digest
 from planner_svc.balance import LoadWindow
 from planner_svc.coordinator import Coordinator, Effect, Identity, Keep, Note, Publish, Send
 from planner_svc.metrics import PlannerCollector
@@ -77,7 +77,7 @@ async def main(ctx: Context) -> None:
     try:
         path = checkpoint_dir(settings.model.path)
         spec = load_spec(path)
-        digest = model_digest(path)
+        digest = serving_digest(path, settings.model.weights, settings.model.exact)
         name = model_id(settings.model.name, settings.model.path)
     except CheckpointError as error:
         raise CannotServe(str(error)) from error
@@ -118,6 +118,7 @@ async def main(ctx: Context) -> None:
         rollout,
         LoadWindow(len(spec.moe_layers), spec.num_experts),
         first_version=first_number,
+        started=time.monotonic(),
     )
     ctx.registry.register(PlannerCollector(coordinator, time.monotonic))
     planner = Planner(ctx, coordinator, identity)

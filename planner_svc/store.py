@@ -1,4 +1,8 @@
-"""The last committed plan on disk, so that a mesh that starts again can place as before."""
+"""The last committed plan on disk, for a planner that is started again.
+
+The file lies in the run directory, which ``moemesh up`` clears at its start and end: it outlives
+the planner, not the mesh.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ FILE_NAME = "plan.json"
 
 
 class StoredPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Contents of the file; the plan means nothing for a model with another digest."""
+    """Contents of the file; the plan means nothing for a mesh with another serving digest."""
 
     model_digest: str
     placement: Placement

@@ -55,10 +55,6 @@ class BlockManager:
         """Blocks that ``allocate`` can hand out: blank ones and cached ones."""
         return len(self._blank) + len(self._cached)
 
-    @property
-    def num_held(self) -> int:
-        return self.num_blocks - self.num_free
-
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
@@ -113,6 +109,13 @@ class BlockManager:
         assert self._refs[block] > 0, "only a held block has content to publish"
         self._key_of[block] = key
         self._by_key[key] = block
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Let nobody find these held blocks by their keys any more: their content is bad."""
+        for block in blocks:
+            key = self._key_of.pop(block, None)
+            if key is not None:
+                del self._by_key[key]
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference on each. The tail of a sequence is evicted before its head, since a

@@ -7,101 +7,43 @@ lane and a command all wake it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 from time import perf_counter_ns
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from ep_kernels.plane import RouterPlane
 from structlog.typing import FilteringBoundLogger
 
-from mesh.messages import Delta, FinishReason, Load, Logprob, Rejected, Submit, View
+from mesh.messages import Delta, FinishReason, Logprob, Rejected, Submit, View
 from mesh.settings import RouterSettings
 from moe_model.model import RouterModel
 from router_svc.blocks import BlockManager
-from router_svc.experts import MeshExperts, Tally
+from router_svc.exchange import Cancellation, EngineBusyError, EngineState, Results, Submission
+from router_svc.experts import MeshExperts
 from router_svc.lanes import Lanes
 from router_svc.profile import Times
-from router_svc.scheduler import InadmissibleError, Outcome, Scheduler
+from router_svc.scheduler import InadmissibleError, Outcome, Scheduler, StepWork
 from router_svc.sequence import Sequence, stop_ids
 from router_svc.step import StepResult, StepRunner
+from router_svc.tickets import Tally
 
 _MAX_COMMANDS = 8192
+_MAX_CANCELLATIONS = 16384
+_LEAST_ANSWER_TIMEOUT_S = 1.0
 _IDLE_WAIT_S = 5.0
 _RETRY_AFTER_S = 1.0
 _KV_SEQUENCES = 16
 _KV_MOST_BYTES = 1 << 30
 
 
-class EngineBusyError(Exception):
-    """The command queue is full: the compute thread does not keep up. Nothing was queued."""
-
-
 class _StoppedError(Exception):
     """``stop`` was called while a step waited for experts."""
-
-
-class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine was doing after its last step; replaced as a whole, read by any thread."""
-
-    step: int = 0
-    running: int = 0
-    waiting: int = 0
-    kv_blocks_total: int = 0
-    kv_blocks_free: int = 0
-    lane_slots_in_use: int = 0
-    epoch: int = 0
-    unserved: str = "no placement has come from the planner"
-    """Why it cannot run a token now, or empty."""
-    lanes: int = 0
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-
-    def load(self) -> Load:
-        return Load(
-            step=self.step,
-            running=self.running,
-            waiting=self.waiting,
-            kv_blocks_total=self.kv_blocks_total,
-            kv_blocks_free=self.kv_blocks_free,
-            lane_slots_in_use=self.lane_slots_in_use,
-            epoch=self.epoch,
-        )
-
-
-@dataclass(slots=True)
-class Results:
-    """What the engine has to say to gateways."""
-
-    step: int
-    """The engine's step when it was handed over."""
-    deltas: dict[bytes, list[Delta]] = field(default_factory=dict)
-    """Gateway -> what it gets."""
-    rejected: list[tuple[bytes, Rejected]] = field(default_factory=list)
-
-    def add(self, owner: bytes, delta: Delta) -> None:
-        self.deltas.setdefault(owner, []).append(delta)
-
-
-@dataclass(frozen=True, slots=True)
-class _Submission:
-    owner: bytes
-    submit: Submit
-    deadline: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancellation:
-    requests: tuple[str, ...]
-    owner: bytes | None = None
-    """Instead of requests: everything of this gateway."""
 
 
 def kv_cache_blocks(model: RouterModel, settings: RouterSettings) -> int:
@@ -113,6 +55,13 @@ def kv_cache_blocks(model: RouterModel, settings: RouterSettings) -> int:
     if settings.kv_cache_bytes:
         return max(1, settings.kv_cache_bytes // block_bytes)
     return max(full, min(_KV_SEQUENCES * full, _KV_MOST_BYTES // block_bytes))
+
+
+def answer_timeout_s(settings: RouterSettings) -> float:
+    """How long a worker may take for a part before it counts as hung: a third of
+    ``router.expert_timeout_s``, so that a replica or its next incarnation has the rest.
+    """
+    return max(_LEAST_ANSWER_TIMEOUT_S, settings.expert_timeout_s / 3)
 
 
 class Engine:
@@ -146,7 +95,8 @@ class Engine:
         self._eos_token_ids = spec.eos_token_ids
         self._vocab_size = spec.vocab_size
         self.times = Times()
-        self._commands: deque[_Submission | _Cancellation] = deque()
+        self._commands: deque[Submission | Cancellation] = deque()
+        self._next_deadline = math.inf
         self._new_view: View | None = None
         self._stopping = False
         self._results = Results(0)
@@ -160,6 +110,7 @@ class Engine:
             capacity_tokens=settings.capacity_tokens,
             exact=exact,
             timeout_s=settings.expert_timeout_s,
+            answer_timeout_s=answer_timeout_s(settings),
             clock=clock,
             times=self.times,
         )
@@ -181,6 +132,8 @@ class Engine:
             times=self.times,
             log=log,
         )
+        self._in_step = False
+        self._dropped = False
         self.state = EngineState(kv_blocks_total=blocks, kv_blocks_free=blocks)
 
     # -------------------------------------------------------------- any thread
@@ -189,20 +142,26 @@ class Engine:
         """Queue a sequence for a gateway; raises ``EngineBusyError``."""
         if len(self._commands) >= _MAX_COMMANDS:
             raise EngineBusyError
-        deadline = float("inf")
+        deadline = math.inf
         if submit.deadline_ms:
             deadline = self._clock() + submit.deadline_ms / 1000
-        self._commands.append(_Submission(owner, submit, deadline))
+        self._commands.append(Submission(owner, submit, deadline))
         self._plane.wake()
 
     def cancel(self, requests: tuple[str, ...]) -> None:
-        """End sequences at the next step and free their blocks. Unknown ones are ignored."""
-        self._commands.append(_Cancellation(requests))
+        """End sequences soon, also in a step that waits for experts, and free their blocks.
+
+        Unknown ones are ignored; so are those of a gateway that floods the queue, and run on.
+        """
+        if len(self._commands) >= _MAX_CANCELLATIONS:
+            self._log.warning("cancellation.ignored", reason="the queue of commands is full")
+            return
+        self._commands.append(Cancellation(requests))
         self._plane.wake()
 
     def cancel_all_of(self, owner: bytes) -> None:
-        """End all sequences of a gateway at the next step."""
-        self._commands.append(_Cancellation((), owner))
+        """End all sequences of a gateway soon."""
+        self._commands.append(Cancellation((), owner))
         self._plane.wake()
 
     def set_view(self, view: View) -> None:
@@ -214,6 +173,16 @@ class Engine:
         """Make ``run`` return soon; sequences that have not finished end as cancelled."""
         self._stopping = True
         self._plane.wake()
+
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """Changes whenever the step under way gets on; None between steps."""
+        return (self._experts.step, self._experts.tally.dispatches) if self._in_step else None
+
+    @property
+    def corrupt_lanes(self) -> int:
+        """Lanes dropped because the worker wrote nonsense, since start."""
+        return self._plane.corrupt_lanes
 
     def expert_counts(self) -> npt.NDArray[np.int64]:
         """Tokens sent to each expert since start, ``[moe layers, experts]``; a copy."""
@@ -255,6 +224,7 @@ class Engine:
         self._plane.close()
 
     def _turn(self) -> None:
+        self._take_view()
         self._take_commands()
         self._expire()
         self._tend_lanes()
@@ -270,20 +240,30 @@ class Engine:
         started = perf_counter_ns()
         scheduler = self._scheduler
         self._experts.step += 1
+        self._in_step = True
         work = scheduler.schedule()
         for sequence in work.preempted:
             self._log.info("sequence.preempted", trace=sequence.trace, request=sequence.request)
-        outcome = self._runner.run(work.chunks)
+        outcome = self._runner.run(work)
         self._hand_over()  # what no wait for experts has delivered yet
-        for request, reason in outcome.failed.items():
-            failed = scheduler.drop(request)
-            if failed is not None:
-                self._end(failed, "error", reason)
+        if outcome.failed:
+            self._end_failed(work, outcome)
         for done in scheduler.finish_step(work, outcome.drawn):
             self._results.add(done.sequence.owner, self._delta(done, outcome))
         self.times.steps += 1
+        self._in_step = False
         self._publish_state()
         self.times.step_ns += perf_counter_ns() - started
+
+    def _end_failed(self, work: StepWork, outcome: StepResult) -> None:
+        for chunk in work.chunks:
+            sequence = chunk.sequence
+            failure = outcome.failed.get(sequence.request)
+            if failure is not None and self._scheduler.holds(sequence):
+                self._scheduler.drop(sequence.request, distrust=not failure.unavailable)
+                self._end(
+                    sequence, "error", failure.reason, "unavailable" if failure.unavailable else ""
+                )
 
     def _delta(self, done: Outcome, outcome: StepResult) -> Delta:
         sequence = done.sequence
@@ -311,14 +291,17 @@ class Engine:
             cached_tokens=sequence.cached_tokens,
         )
 
-    def _end(self, sequence: Sequence, finish: FinishReason, reason: str = "") -> None:
+    def _end(
+        self, sequence: Sequence, finish: FinishReason, reason: str = "", error_kind: str = ""
+    ) -> None:
         """Tell the gateway of a sequence that ended without a token; it is dropped already."""
         if finish == "error":
             self._log.warning(
                 "sequence.failed", trace=sequence.trace, request=sequence.request, reason=reason
             )
         self._results.add(
-            sequence.owner, Delta(request=sequence.request, finish=finish, error=reason)
+            sequence.owner,
+            Delta(request=sequence.request, finish=finish, error=reason, error_kind=error_kind),
         )
 
     def _publish_state(self) -> None:
@@ -354,15 +337,14 @@ class Engine:
     # -------------------------------------------------------------- commands
 
     def _take_commands(self) -> None:
-        self._take_view()
         while self._commands:
             command = self._commands.popleft()
-            if isinstance(command, _Submission):
+            if isinstance(command, Submission):
                 self._start(command)
             else:
                 self._cancel(command)
 
-    def _start(self, command: _Submission) -> None:
+    def _start(self, command: Submission) -> None:
         submit = command.submit
         sequence = Sequence(
             request=submit.request,
@@ -390,6 +372,7 @@ class Engine:
                 )
             )
         else:
+            self._next_deadline = min(self._next_deadline, sequence.deadline)
             self._log.info(
                 "sequence.queued",
                 trace=submit.trace,
@@ -412,21 +395,26 @@ class Engine:
                 f"token id {wrong} is not in the vocabulary of {self._vocab_size}", retry=False
             )
 
-    def _cancel(self, command: _Cancellation) -> None:
+    def _cancel(self, command: Cancellation) -> None:
         requests: SequenceOf[str] = command.requests
         if command.owner is not None:
             requests = [s.request for s in self._scheduler if s.owner == command.owner]
         for request in requests:
             sequence = self._scheduler.drop(request)
             if sequence is not None:
+                self._dropped = True
                 self._log.info("sequence.cancelled", trace=sequence.trace, request=request)
                 self._end(sequence, "cancelled")
 
     def _expire(self) -> None:
         now = self._clock()
+        if now < self._next_deadline:
+            return
         for sequence in [s for s in self._scheduler if s.deadline <= now]:
             self._scheduler.drop(sequence.request)
+            self._dropped = True
             self._end(sequence, "error", "the request took longer than its deadline")
+        self._next_deadline = min((s.deadline for s in self._scheduler), default=math.inf)
 
     # -------------------------------------------------------------- the mesh
 
@@ -445,27 +433,40 @@ class Engine:
 
     def _pump(self) -> None:
         """Let tickets take what has arrived, and follow changes of the mesh meanwhile."""
-        lost = self._experts.pump()
-        if lost:
+        lost, hung = self._experts.pump(), self._experts.overdue()
+        if lost or hung:
             for lane in lost:
                 self._log.warning("lane.lost", peer=lane.peer, reason=lane.reason)
                 self._lanes.lost(lane.peer)
-            self._route([lane.peer for lane in lost])
+            for peer in hung:
+                self._log.error("worker.hung", peer=peer, reason="it does not answer its parts")
+                self._lanes.hung(peer)
+            self._route([*(lane.peer for lane in lost), *hung])
         if self._new_view is not None:
             self._take_view()
 
-    def _wait_for_experts(self) -> None:
+    def _wait_for_experts(self) -> bool:
         """A step's micro-batches all wait. Lanes are tended meanwhile, since what they wait for may
-        be an expert whose worker has just come back.
+        be an expert whose worker has just come back, and requests end that are cancelled or past
+        their deadline. Returns whether sequences were dropped.
         """
         if self._stopping:
             raise _StoppedError
+        self._dropped = False
+        if self._commands:
+            self._take_commands()
+        self._expire()
         self._hand_over()
+        if self._dropped:
+            return True
         retry_s = self._experts.next_retry_s(_IDLE_WAIT_S)
         if self._experts.parked:
             self._tend_lanes()
             retry_s = min(retry_s, self._lanes.next_try_s())
+        if self._next_deadline < math.inf:
+            retry_s = min(retry_s, max(0.0, self._next_deadline - self._clock()))
         self._plane.wait(retry_s)
+        return False
 
     def _route(self, gone: list[str]) -> None:
         """Route by the newest placement and the lanes as they are; send again what was under way
@@ -475,7 +476,7 @@ class Engine:
         if view is not None and view.placement is not None:
             placement = view.placement
             if placement.epoch >= self._experts.epoch:
-                self._experts.route_by(placement, self._lanes.serving())
+                self._experts.route_by(placement, self._lanes.serving(), self._lanes.coming())
         for peer in gone:
             self._experts.lane_lost(peer)
         unserved = self._describe_unserved()

@@ -3,8 +3,11 @@
 ``MeshExperts`` implements ``moe_model.experts.ExpertClient`` over a ``RouterPlane``. A dispatch
 becomes *pieces*, one message to one rank each. A piece is on its way, queued behind a full ring,
 or parked because nobody serves its experts; it comes back as an answer, or is routed again when
-its lane dies or the worker answers ``STALE``. The ticket keeps the layer's input until then, so
-nothing is lost with a lane.
+its lane dies, the worker is found hung, or it answers ``STALE``. The ticket keeps the layer's input
+until then, so nothing is lost with a lane.
+
+An answer stays in its ring slot until its ticket is combined or abandoned, or the slot is needed:
+then it is copied out. So a full ring always waits for the worker, never for this router.
 
 The order in which answers are added is that of the pieces, not of their arrival; so the same
 placement gives the same bits. One thread calls everything here.
@@ -14,22 +17,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import lru_cache
 from time import perf_counter_ns
 
 import numpy as np
 import torch
-from ep_kernels.plane import Answer, AnswerStatus, FloatArray, LaneLost, Part, RouterPlane
+from ep_kernels.plane import Answer, AnswerStatus, LaneLost, Part, RouterPlane
 
 from mesh.messages import Placement
 from moe_model.experts import combine_rows
 from router_svc.profile import Times, uncovered_ns
 from router_svc.routing import NOWHERE, Index, RouteTable, split
+from router_svc.tickets import ExpertsUnavailableError, MeshTicket, Parked, Piece, Tally
 
 _STALE_RETRY_S = 0.02
 """Pause before a stale part goes out again when no newer placement has come: the worker may be
 about to finish loading what it was told to."""
+
+_LOOKS = 8
+"""How often overdue parts are looked for within the time a worker may take."""
 
 
 @lru_cache(maxsize=256)
@@ -38,95 +45,6 @@ def _tokens_of(pairs: int, top_k: int) -> Index:
     token = np.arange(pairs) // top_k
     token.flags.writeable = False
     return token
-
-
-class ExpertsUnavailableError(Exception):
-    """Nobody served some experts for ``expert_timeout_s``; the micro-batch cannot go on.
-
-    Its requests fail; the engine and the other micro-batches go on.
-    """
-
-    def __init__(self, layer: int, experts: tuple[int, ...], waited_s: float) -> None:
-        super().__init__(
-            f"no expert worker served experts {list(experts)} of layer {layer} for {waited_s:.0f} s"
-        )
-        self.layer = layer
-        self.experts = experts
-
-
-@dataclass(slots=True, eq=False)
-class _Piece:
-    """One message to one rank."""
-
-    ticket: MeshTicket
-    peer: str
-    part: Part
-    pairs: Index
-    since: float | None
-    """When its pairs were first sent again or parked, if they were."""
-    answer: Answer | None = None
-    copied: torch.Tensor | None = None
-    """The answer's rows once its ring slot had to be freed early."""
-
-    @property
-    def rows(self) -> torch.Tensor:
-        if self.copied is not None:
-            return self.copied
-        assert self.answer is not None, "combined before it was answered"
-        return self.answer.out
-
-
-@dataclass(frozen=True, slots=True)
-class _Parked:
-    """Pairs that nobody serves now."""
-
-    ticket: MeshTicket
-    pairs: Index
-    since: float
-    retry_at: float
-
-
-@dataclass(slots=True, eq=False)
-class MeshTicket:
-    """One dispatch on its way. ``done`` once ``result`` will not have to wait."""
-
-    experts: MeshExperts
-    layer: int
-    x: torch.Tensor
-    ids: Index
-    weights: FloatArray
-    """Logical expert and gate weight of each pair; pair ``token * top_k + choice``."""
-    top_k: int
-    sent_ns: int
-    pieces: list[_Piece] = field(default_factory=list)
-    missing: int = 0
-    """Pieces unanswered and sets of pairs parked."""
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """When workers computed its pieces."""
-    error: ExpertsUnavailableError | None = None
-
-    @property
-    def done(self) -> bool:
-        return not self.missing or self.error is not None
-
-    def result(self) -> torch.Tensor:
-        """The routed experts' weighted sum ``[tokens, hidden]`` fp32. Call once, when ``done``;
-        raises ``ExpertsUnavailableError``.
-        """
-        return self.experts.combine(self)
-
-
-@dataclass(slots=True)
-class Tally:
-    """Counts since start."""
-
-    dispatches: int = 0
-    messages: int = 0
-    stale: int = 0
-    resent: int = 0
-    """Pairs sent again after a lost lane or a stale answer."""
-    away_ns: int = 0
-    """Sum over dispatches of the time from the dispatch until all answers were seen."""
 
 
 class MeshExperts:
@@ -141,10 +59,13 @@ class MeshExperts:
         capacity_tokens: int,
         exact: bool,
         timeout_s: float,
+        answer_timeout_s: float,
         clock: Callable[[], float],
         times: Times,
     ) -> None:
-        """``timeout_s``: how long pairs may be parked. ``clock``: monotonic seconds."""
+        """``timeout_s``: how long pairs may be parked. ``answer_timeout_s``: how long a worker may
+        take for a part. ``clock``: monotonic seconds.
+        """
         self._plane = plane
         self._num_experts = num_experts
         self._moe_layers = moe_layers
@@ -152,6 +73,8 @@ class MeshExperts:
         self._capacity_tokens = capacity_tokens
         self._exact = exact
         self._timeout_s = timeout_s
+        self._answer_timeout_s = answer_timeout_s
+        self._look_at = 0.0  # when to look for overdue parts again
         self._clock = clock
         self._times = times
         self._routes = RouteTable(
@@ -165,9 +88,10 @@ class MeshExperts:
             ),
             (),
         )
-        self._in_flight: dict[str, dict[int, _Piece]] = {}
-        self._queued: dict[str, deque[_Piece]] = {}
-        self._parked: list[_Parked] = []
+        self._in_flight: dict[str, dict[int, Piece]] = {}
+        self._queued: dict[str, deque[Piece]] = {}
+        self._holding: dict[int, Piece] = {}  # by the answer's ticket: in a ring slot still
+        self._parked: list[Parked] = []
         self.counts = np.zeros((len(moe_layers), num_experts), dtype=np.int64)
         """Tokens sent to each logical expert of each MoE layer since start."""
         self.step = 0
@@ -190,12 +114,17 @@ class MeshExperts:
         """Whether some pairs wait for a worker that serves their experts."""
         return bool(self._parked)
 
-    def route_by(self, placement: Placement, serving: Collection[str]) -> None:
+    def route_by(
+        self, placement: Placement, serving: Collection[str], coming: Collection[str] = ()
+    ) -> None:
         """Use a placement and the ranks that serve it from the next dispatch on, and send what
-        was parked.
+        was parked. What only ``coming`` ranks are about to serve waits for them without limit.
         """
-        self._routes = RouteTable(placement, serving)
-        parked, self._parked = self._parked, []
+        # Time counts only while nobody is about to serve them.
+        now = self._clock()
+        parked = [replace(i, since=now) if self._will_be_served(i) else i for i in self._parked]
+        self._routes = RouteTable(placement, serving, coming)
+        self._parked = []
         for item in parked:
             self._send_parked(item)
 
@@ -217,7 +146,11 @@ class MeshExperts:
         ticket = MeshTicket(self, layer, x, ids, weights, topk_ids.shape[1], started)
         self.counts[self._layer_index[layer]] += np.bincount(ids, minlength=self._num_experts)
         if ids.size:
-            self._send_pairs(ticket, None, None)
+            try:
+                self._send_pairs(ticket, None, None)
+            except BaseException:
+                ticket.abandon()
+                raise
         self.tally.dispatches += 1
         self._times.send_ns += perf_counter_ns() - started
         return ticket
@@ -235,8 +168,26 @@ class MeshExperts:
             self._retry_parked()
         return self._plane.lost()
 
+    def overdue(self) -> list[str]:
+        """Peers that have had a part for longer than ``answer_timeout_s``: their compute thread
+        hangs, whatever their heartbeats say. Call after ``pump``; treat them as lost lanes.
+        """
+        now = self._clock()
+        if now < self._look_at:
+            return []
+        self._look_at = now + self._answer_timeout_s / _LOOKS
+        latest = now - self._answer_timeout_s
+        return [
+            peer
+            for peer, pieces in self._in_flight.items()
+            if pieces and next(iter(pieces.values())).sent_at <= latest  # the oldest is first
+        ]
+
     def next_retry_s(self, most_s: float) -> float:
-        """Seconds until ``pump`` has something to do by itself, at most ``most_s``."""
+        """Seconds until ``pump`` or ``overdue`` has something to do by itself, at most
+        ``most_s``.
+        """
+        most_s = min(most_s, self._answer_timeout_s / _LOOKS)
         if not self._parked:
             return most_s
         due = min(min(item.retry_at, item.since + self._timeout_s) for item in self._parked)
@@ -253,11 +204,16 @@ class MeshExperts:
             assert not ticket.missing, "a ticket was combined before its answers came"
             return self._sum_in_choice_order(ticket) if self._exact else self._sum(ticket)
         finally:
-            for piece in ticket.pieces:
-                if piece.answer is not None:
-                    self._plane.release(piece.answer)
-                    piece.answer = None
+            self.release(ticket)
             self._times.combine_ns += perf_counter_ns() - started
+
+    def release(self, ticket: MeshTicket) -> None:
+        """Free the ring slots that a ticket's answers lie in."""
+        for piece in ticket.pieces:
+            if piece.answer is not None:
+                del self._holding[piece.answer.ticket]
+                self._plane.release(piece.answer)
+                piece.answer = None
 
     def _sum(self, ticket: MeshTicket) -> torch.Tensor:
         """Partial sums ``[n, hidden]`` of each piece -> ``[tokens, hidden]``."""
@@ -317,7 +273,7 @@ class MeshExperts:
                 weights[chosen],
             )
             peer = routes.ranks[share.rank]
-            piece = _Piece(ticket, peer, part, chosen if pairs is None else pairs[chosen], since)
+            piece = Piece(ticket, peer, part, chosen if pairs is None else pairs[chosen], since)
             ticket.pieces.append(piece)
             ticket.missing += 1
             if peer in self._queued or not self._try_send(piece):
@@ -333,21 +289,36 @@ class MeshExperts:
                     np.inf,
                 )
 
-    def _try_send(self, piece: _Piece) -> bool:
+    def _try_send(self, piece: Piece) -> bool:
         """False while the ring is full. A lane that turns out dead parks the piece's pairs."""
         try:
             number = self._plane.try_send(piece.peer, piece.part)
+            while number is None and self._free_slot(piece.peer):
+                number = self._plane.try_send(piece.peer, piece.part)
         except LaneLost:
             self._park_piece(piece)
             return True
         if number is None:
             return False
         self.tally.messages += 1
+        piece.sent_at = self._clock()
         in_flight = self._in_flight.get(piece.peer)
         if in_flight is None:
             in_flight = self._in_flight[piece.peer] = {}
         in_flight[number] = piece
         return True
+
+    def _free_slot(self, peer: str) -> bool:
+        """Copy one answer of ``peer`` out of its ring; False when none lies there."""
+        for number, piece in self._holding.items():
+            if piece.peer == peer:
+                assert piece.answer is not None, "only answered pieces are held"
+                piece.copied = piece.answer.out.clone()
+                self._plane.release(piece.answer)
+                piece.answer = None
+                del self._holding[number]
+                return True
+        return False
 
     def _take(self, answer: Answer) -> None:
         piece = self._in_flight.get(answer.peer, {}).pop(answer.ticket, None)
@@ -362,12 +333,8 @@ class MeshExperts:
             self.tally.stale += 1
             self._send_again(piece)
         else:
-            if answer.peer in self._queued:
-                # Somebody waits for a ring slot, perhaps this ticket itself.
-                piece.copied = answer.out.clone()
-                self._plane.release(answer)
-            else:
-                piece.answer = answer
+            piece.answer = answer
+            self._holding[answer.ticket] = piece
             ticket.missing -= 1
             ticket.spans.append((answer.began_ns, answer.began_ns + answer.compute_ns))
             if not ticket.missing:
@@ -380,7 +347,7 @@ class MeshExperts:
             if not queue:
                 del self._queued[peer]
 
-    def _send_again(self, piece: _Piece) -> None:
+    def _send_again(self, piece: Piece) -> None:
         """Route an unanswered piece's pairs again: at once under another placement than the one
         they were sent by, else after a pause.
         """
@@ -395,11 +362,11 @@ class MeshExperts:
             since = self._clock() if piece.since is None else piece.since
             self._send_pairs(ticket, piece.pairs, since)
 
-    def _withdraw(self, piece: _Piece) -> None:
+    def _withdraw(self, piece: Piece) -> None:
         piece.ticket.pieces.remove(piece)
         piece.ticket.missing -= 1
 
-    def _park_piece(self, piece: _Piece) -> None:
+    def _park_piece(self, piece: Piece) -> None:
         self._withdraw(piece)
         now = self._clock()
         since = now if piece.since is None else piece.since
@@ -407,9 +374,12 @@ class MeshExperts:
 
     def _park(self, ticket: MeshTicket, pairs: Index, since: float, retry_at: float) -> None:
         ticket.missing += 1
-        self._parked.append(_Parked(ticket, pairs, since, retry_at))
+        self._parked.append(Parked(ticket, pairs, since, retry_at))
 
-    def _send_parked(self, item: _Parked) -> None:
+    def _will_be_served(self, item: Parked) -> bool:
+        return self._routes.will_serve(item.ticket.layer, _experts_of(item))
+
+    def _send_parked(self, item: Parked) -> None:
         if item.ticket.error is None:
             item.ticket.missing -= 1
             self._send_pairs(item.ticket, item.pairs, item.since)
@@ -418,12 +388,21 @@ class MeshExperts:
         now = self._clock()
         parked, self._parked = self._parked, []
         for item in parked:
+            ticket = item.ticket
+            if ticket.error is not None:
+                continue
             if now - item.since >= self._timeout_s:
-                experts = tuple(np.unique(item.ticket.ids[item.pairs]).tolist())
-                item.ticket.error = ExpertsUnavailableError(
-                    item.ticket.layer, experts, now - item.since
-                )
+                if self._will_be_served(item):
+                    self._parked.append(replace(item, since=now))
+                else:
+                    ticket.error = ExpertsUnavailableError(
+                        ticket.layer, _experts_of(item), now - item.since
+                    )
             elif now >= item.retry_at:
                 self._send_parked(item)
             else:
                 self._parked.append(item)
+
+
+def _experts_of(item: Parked) -> tuple[int, ...]:
+    return tuple(np.unique(item.ticket.ids[item.pairs]).tolist())

@@ -19,10 +19,13 @@ _BUSY_TIMEOUT_S = 0.1
 _IDLE_TIMEOUT_S = 2.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
+_FIRST_FENCE_S = 60.0
+_LONGEST_FENCE_S = 600.0
 
 _REACHABLE: frozenset[MemberState] = frozenset(
     {"joining", "loading", "ready", "suspect", "draining"}
 )
+_COMING: frozenset[MemberState] = frozenset({"joining", "loading"})
 _SERVING: frozenset[MemberState] = frozenset({"ready", "suspect", "draining"})
 """States in which a worker holds all its slots. A suspect one may only be slow: its lane says so
 when it is dead."""
@@ -33,6 +36,7 @@ class _Wanted:
     member: Member
     next_try: float = 0.0
     pause_s: float = _FIRST_PAUSE_S
+    fence_s: float = _FIRST_FENCE_S
 
 
 class Lanes:
@@ -58,6 +62,7 @@ class Lanes:
             old = before.get(id_)
             if old is not None and old.member.incarnation == wanted.member.incarnation:
                 wanted.next_try, wanted.pause_s = old.next_try, old.pause_s
+                wanted.fence_s = old.fence_s
         closed = []
         for peer, incarnation in self._plane.peers().items():
             now_wanted = self._wanted.get(peer)
@@ -105,6 +110,20 @@ class Lanes:
         wanted = self._wanted.get(peer)
         if wanted is not None:
             wanted.next_try = self._clock() + wanted.pause_s
+
+    def hung(self, peer: str) -> None:
+        """Close the lane of a worker that takes parts and does not answer. This incarnation is left
+        alone for a minute, each time for longer: it would take the next lane as readily.
+        """
+        self._plane.disconnect(peer)
+        wanted = self._wanted.get(peer)
+        if wanted is not None:
+            wanted.next_try = self._clock() + wanted.fence_s
+            wanted.fence_s = min(_LONGEST_FENCE_S, 2 * wanted.fence_s)
+
+    def coming(self) -> set[str]:
+        """Workers that are loading what the placement says."""
+        return {id_ for id_, w in self._wanted.items() if w.member.state in _COMING}
 
     def serving(self) -> set[str]:
         """Workers that have a lane and hold what the placement says."""

@@ -61,6 +61,11 @@ class RouterCollector(Collector):
             ("router_tokens", "Tokens computed, prompts and decodes.", times.tokens),
             ("router_lane_messages", "Parts sent to expert workers.", tally.messages),
             ("router_stale_parts", "Parts answered stale and sent again.", tally.stale),
+            (
+                "router_corrupt_lanes",
+                "Lanes dropped because the worker wrote nonsense.",
+                engine.corrupt_lanes,
+            ),
             ("router_resent_pairs", "(token, expert) pairs sent again.", tally.resent),
         ):
             yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=float(count))

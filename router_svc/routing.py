@@ -6,7 +6,7 @@ Pure, on numpy arrays. A ``RouteTable`` is built once per placement and set of s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ep_kernels.plane import IntArray
 
 from mesh.messages import Placement
+from mesh.placement import Place, replicas
 
 Index = npt.NDArray[np.int64]
 
@@ -48,26 +49,25 @@ class _LayerRoutes:
 
 
 class RouteTable:
-    """Where the experts of one placement can be reached while ``serving`` ranks are."""
+    """Where the experts of one placement can be reached while ``serving`` ranks are. ``coming``
+    ranks are about to serve.
+    """
 
-    def __init__(self, placement: Placement, serving: Collection[str]) -> None:
+    def __init__(
+        self, placement: Placement, serving: Collection[str], coming: Collection[str] = ()
+    ) -> None:
         self.placement = placement
         self.ranks: Sequence[str] = placement.ranks
         self._recent = [0.0] * len(self.ranks)
         self._since_forgetting = 0
-        places: list[tuple[int, int]] = []  # physical slot -> (rank, local slot)
-        for rank, count in enumerate(placement.slots_per_rank):
-            places += [(rank, slot) for slot in range(count)]
         self._layers: dict[int, _LayerRoutes] = {}
         self.unserved: dict[int, tuple[int, ...]] = {}
         """MoE layer -> experts that no serving rank holds, for layers that have such."""
-        for layer, row in zip(placement.moe_layers, placement.physical_to_logical, strict=True):
-            found: list[list[tuple[int, int]]] = [[] for _ in range(placement.num_experts)]
-            for (rank, slot), expert in zip(places, row, strict=True):
-                # Two replicas on one rank share its time: the first is as good as both.
-                known = {at for at, _slot in found[expert]} if expert >= 0 else {rank}
-                if rank not in known and self.ranks[rank] in serving:
-                    found[expert].append((rank, slot))
+        self._coming: dict[int, frozenset[int]] = {}
+        up = [rank in serving for rank in self.ranks]
+        soon = [rank in coming for rank in self.ranks]
+        for layer, homes in zip(placement.moe_layers, replicas(placement), strict=True):
+            found = [_one_per_rank(at for at in home if up[at.rank]) for home in homes]
             self._layers[layer] = _LayerRoutes(
                 np.array([at[0][0] if at else NOWHERE for at in found], dtype=np.int64),
                 np.array([at[0][1] if at else 0 for at in found], dtype=np.int32),
@@ -76,6 +76,13 @@ class RouteTable:
             missing = tuple(expert for expert, at in enumerate(found) if not at)
             if missing:
                 self.unserved[layer] = missing
+                self._coming[layer] = frozenset(
+                    expert for expert in missing if any(soon[at.rank] for at in homes[expert])
+                )
+
+    def will_serve(self, layer: int, experts: Iterable[int]) -> bool:
+        """Whether all these experts, which nobody serves now, have a rank that is about to."""
+        return self._coming.get(layer, frozenset()).issuperset(experts)
 
     def choose(self, layer: int, experts: Index) -> tuple[Index, IntArray]:
         """Rank (or ``NOWHERE``) and local slot of each pair, from its logical expert ``[pairs]``.
@@ -124,6 +131,14 @@ class RouteTable:
         if self._since_forgetting >= _FORGET_AFTER:
             self._since_forgetting = 0
             self._recent = [value / 2 for value in recent]
+
+
+def _one_per_rank(places: Iterable[Place]) -> list[tuple[int, int]]:
+    """(rank, local slot). Two replicas on one rank share its time: the first is as good as both."""
+    slots: dict[int, int] = {}
+    for place in places:
+        slots.setdefault(place.rank, place.local_slot)
+    return list(slots.items())
 
 
 def even_out(loads: Sequence[float], count: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Continuous batching: which tokens of which sequences run in the next step.
 
-Pure: no clock, no tensors. One step is ``schedule()`` followed by ``finish_step()``; ``add`` and
-``drop`` are called between the two halves of no step. Each step takes, within its token budget,
+Pure: no clock, no tensors. One step is ``schedule()`` followed by ``finish_step()``; between the
+two halves ``add`` and ``drop`` may be called. Each step takes, within its token budget,
 
 1. one token of every sequence that is decoding,
 2. the next chunk of every sequence whose prompt is partly computed,
@@ -56,10 +56,15 @@ class Chunk:
 
 @dataclass(slots=True)
 class StepWork:
-    """What one step computes. ``preempted`` sequences lost their blocks to make room."""
+    """What one step computes. ``preempted`` sequences lost their blocks to make room.
+
+    ``tails`` are the last blocks of sequences that were given new ones: clear them before the
+    step, because rows that it does not write are read behind a mask.
+    """
 
     chunks: list[Chunk] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    tails: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._by_request: dict[str, Sequence] = {}
         self._arrivals = 0
+        self._tails: list[int] = []  # of the step that is being planned
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -146,11 +152,20 @@ class Scheduler:
         self._by_request[sequence.request] = sequence
         insort(self._waiting, sequence, key=_order)
 
-    def drop(self, request: str) -> Sequence | None:
-        """Forget a sequence and free its blocks at once; None if it is not (or no longer) here."""
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether it has been added and neither dropped nor finished."""
+        return self._by_request.get(sequence.request) is sequence
+
+    def drop(self, request: str, *, distrust: bool = False) -> Sequence | None:
+        """Forget a sequence and free its blocks at once; None if it is not (or no longer) here.
+
+        ``distrust``: no later prompt may find any of its blocks, shared ones included.
+        """
         sequence = self._by_request.pop(request, None)
         if sequence is None:
             return None
+        if distrust:
+            self.blocks.forget(sequence.block_table)
         if sequence in self._running:
             self._running.remove(sequence)
         else:
@@ -162,6 +177,7 @@ class Scheduler:
         """Choose the next step's chunks and give them their blocks."""
         planned: dict[Sequence, int] = {}
         preempted: list[Sequence] = []
+        self._tails = []
         budget = self.max_step_tokens
         decoding = [s for s in self._running if len(s.tokens) - s.num_computed == 1]
         prefilling = [s for s in self._running if len(s.tokens) - s.num_computed > 1]
@@ -185,7 +201,7 @@ class Scheduler:
             Chunk(s, s.num_computed, count, s.num_computed + count == len(s.tokens))
             for s, count in planned.items()
         ]
-        return StepWork(chunks, preempted)
+        return StepWork(chunks, preempted, self._tails)
 
     def finish_step(self, work: StepWork, drawn: Mapping[str, int]) -> list[Outcome]:
         """Record that ``work`` was computed. ``drawn`` holds the new token of every sequence whose
@@ -195,7 +211,7 @@ class Scheduler:
         outcomes = []
         for chunk in work.chunks:
             sequence = chunk.sequence
-            if self._by_request.get(sequence.request) is not sequence:
+            if not self.holds(sequence):
                 continue
             draws = chunk.draws
             sequence.num_computed = chunk.end
@@ -246,7 +262,10 @@ class Scheduler:
         refund = 0
         while True:
             missing = blocks.blocks_for(sequence.num_computed + wanted) - len(table)
-            table.extend(blocks.allocate(min(missing, blocks.num_free)) or ())
+            fresh = blocks.allocate(min(missing, blocks.num_free))
+            if fresh:
+                table += fresh
+                self._tails.append(fresh[-1])
             room = len(table) * blocks.block_size - sequence.num_computed
             if room > 0:
                 return min(room, wanted), refund
@@ -289,6 +308,7 @@ class Scheduler:
             fresh = blocks.allocate(missing)
             assert fresh is not None, "admission checked that the whole prompt fits"
             sequence.block_table += fresh
+            self._tails += fresh[-1:]
             planned[sequence] = count
             budget -= count
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from ep_kernels.plane import LaneShape, PlaneError
+from ep_kernels.shm.layout import lay_out
 from ep_kernels.shm.router import ShmRouterPlane
 
 from mesh.links import ServerLink
@@ -37,13 +38,16 @@ from mesh.messages import (
 from mesh.metrics import export_link
 from mesh.rundir import planner_address, router_address
 from mesh.service import CannotServe, Context
+from mesh.settings import Settings
 from mesh.supervise import Supervisor
 from moe_model.errors import CheckpointError
 from moe_model.model import load_router_model
 from moe_model.shipped import checkpoint_dir
-from moe_model.spec import ModelSpec, load_spec, model_digest
-from router_svc.engine import Engine, EngineBusyError, Results
+from moe_model.spec import ModelSpec, load_spec, serving_digest
+from router_svc.engine import Engine, answer_timeout_s
+from router_svc.exchange import EngineBusyError, Results
 from router_svc.metrics import RouterCollector
+from router_svc.stall import StallWatch
 
 GATEWAY_SILENT_S = 5.0
 """A gateway that says nothing for this long has its sequences cancelled."""
@@ -67,16 +71,21 @@ class _AbandonedError(Exception):
 class Router:
     """The actors of one router and what they share. Everything here runs on the event loop."""
 
-    def __init__(self, ctx: Context, spec: ModelSpec, digest: str, path: Path) -> None:
+    def __init__(
+        self, ctx: Context, spec: ModelSpec, digest: str, path: Path, shape: LaneShape
+    ) -> None:
         self._ctx = ctx
         self._spec = spec
         self._digest = digest
         self._path = path
+        self._shape = shape
         self._loop = asyncio.get_running_loop()
         self._engine: Engine | None = None
         self._abandoned = False
         self._warm = False
         self._heard: dict[bytes, float] = {}  # gateway -> when it last said something
+        self._pinged: dict[str, tuple[int, bytes]] = {}  # gateway's id -> incarnation, connection
+        self._stall = StallWatch(answer_timeout_s(ctx.settings.router))
         self._warm_up_ended: asyncio.Future[str] | None = None
         self._news = asyncio.Event()
         """The engine came up or its state changed."""
@@ -157,12 +166,16 @@ class Router:
                     if self._engine is not None:
                         self._engine.cancel(requests)
                 case Ping():
+                    self._note_gateway(gateway, message)
                     self._link.send(gateway, self._pong())
 
-    async def watch_gateways(self) -> None:
-        """Cancel what silent gateways asked for."""
+    async def watch(self) -> None:
+        """Cancel what silent gateways asked for; notice an engine that does not get on."""
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
+            if self._engine is not None:
+                self._stall.look(self._engine.progress, self._loop.time())
+                self._show_state()
             silent_since = self._loop.time() - GATEWAY_SILENT_S
             for gateway in [g for g, heard in self._heard.items() if heard < silent_since]:
                 self._gateway_lost(gateway)
@@ -200,32 +213,21 @@ class Router:
 
     def _make_engine(self) -> Engine:
         """On the compute thread."""
-        ctx, spec = self._ctx, self._spec
-        settings = ctx.settings.router
-        exact = ctx.settings.model.exact
+        ctx, exact = self._ctx, self._shape.exact
         model = load_router_model(
             self._path,
             weights=ctx.settings.model.weights,
             exact=exact,
             progress=self._load_progress,
         )
-        micro_batches = 2 if settings.micro_batches == "auto" else int(settings.micro_batches)
-        shape = LaneShape(
-            hidden=spec.hidden_size,
-            top_k=spec.experts_per_token,
-            capacity_tokens=settings.capacity_tokens,
-            ring_slots=_RING_SLOTS_PER_MICRO_BATCH * micro_batches,
-            exact=exact,
-            wire=_WIRES[settings.wire],
-        )
         try:
-            plane = ShmRouterPlane(ctx.id, ctx.incarnation, shape, self._digest)
+            plane = ShmRouterPlane(ctx.id, ctx.incarnation, self._shape, self._digest)
         except PlaneError as error:
             raise CannotServe(str(error)) from error
         return Engine(
             model,
             plane,
-            settings,
+            ctx.settings.router,
             exact=exact,
             deliver=lambda results: self._in_loop(self._deliver, results),
             changed=lambda: self._in_loop(self._engine_changed),
@@ -288,10 +290,11 @@ class Router:
     # -------------------------------------------------------------- gateways
 
     def _submit(self, gateway: bytes, submit: Submit) -> None:
-        reason = ""
-        if not self._warm or self._engine is None:
+        reason, not_ready = "", not self._warm or self._engine is None
+        if not_ready:
             reason = self._why_not_ready()
         else:
+            assert self._engine is not None
             try:
                 self._engine.submit(gateway, submit)
             except EngineBusyError:
@@ -299,7 +302,12 @@ class Router:
         if reason:
             self._link.send(
                 gateway,
-                Rejected(request=submit.request, reason=reason, retry_after_s=_RETRY_AFTER_S),
+                Rejected(
+                    request=submit.request,
+                    reason=reason,
+                    retry_after_s=_RETRY_AFTER_S,
+                    not_ready=not_ready,
+                ),
             )
 
     def _pong(self) -> Pong:
@@ -311,6 +319,17 @@ class Router:
             reason=reason,
             load=self._load(),
         )
+
+    def _note_gateway(self, gateway: bytes, ping: Ping) -> None:
+        """A gateway that comes back under its id wants nothing of what it asked for before."""
+        known = self._pinged.get(ping.gateway)
+        if known == (ping.incarnation, gateway):
+            return
+        if known is None or known[0] <= ping.incarnation:
+            self._pinged[ping.gateway] = (ping.incarnation, gateway)
+            self._ctx.log.info("gateway.joined", gateway=ping.gateway, incarnation=ping.incarnation)
+            if known is not None and known[0] < ping.incarnation:
+                self._gateway_lost(known[1])
 
     def _gateway_lost(self, gateway: bytes) -> None:
         if self._heard.pop(gateway, None) is not None and self._engine is not None:
@@ -325,6 +344,8 @@ class Router:
             return "the router is loading weights"
         if self._engine.state.unserved:
             return self._engine.state.unserved
+        if self._stall.stalled:
+            return "the step under way does not get on"
         return "" if self._warm else "no token has gone through the mesh yet"
 
     def _show_state(self) -> None:
@@ -337,7 +358,7 @@ class Router:
             self._engine.set_view(view)
 
     def _hello(self) -> Hello:
-        ctx, view = self._ctx, self._member.view
+        ctx = self._ctx
         return Hello(
             id=ctx.id,
             role="router",
@@ -347,26 +368,48 @@ class Router:
             model_digest=self._digest,
             control=self._link.address,
             metrics=ctx.metrics_url,
-            placement=None if view is None else view.placement,
         )
 
     def _load(self) -> Load:
         return Load() if self._engine is None else self._engine.state.load()
 
 
+def lane_shape(settings: Settings, spec: ModelSpec) -> LaneShape:
+    """The lanes of a router with these settings. Raises ``CannotServe`` if they would be too large
+    or otherwise impossible.
+    """
+    router = settings.router
+    micro_batches = 2 if router.micro_batches == "auto" else int(router.micro_batches)
+    shape = LaneShape(
+        hidden=spec.hidden_size,
+        top_k=spec.experts_per_token,
+        capacity_tokens=router.capacity_tokens,
+        ring_slots=_RING_SLOTS_PER_MICRO_BATCH * micro_batches,
+        exact=settings.model.exact,
+        wire=_WIRES[router.wire],
+    )
+    try:
+        lay_out(shape)
+    except PlaneError as error:
+        raise CannotServe(str(error)) from error
+    return shape
+
+
 async def main(ctx: Context) -> None:
     """Serve until ``ctx.stopping``. Raises ``CannotServe``, ``RefusedByPlanner`` or a crash."""
+    model = ctx.settings.model
     try:
-        path = checkpoint_dir(ctx.settings.model.path)
-        spec, digest = load_spec(path), model_digest(path)
+        path = checkpoint_dir(model.path)
+        spec, digest = load_spec(path), serving_digest(path, model.weights, model.exact)
     except CheckpointError as error:
         raise CannotServe(str(error)) from error
-    router = Router(ctx, spec, digest, path)
+    # Impossible settings must show before gigabytes of weights have been read.
+    router = Router(ctx, spec, digest, path, lane_shape(ctx.settings, spec))
     try:
         async with Supervisor(ctx.log, quiet=(RefusedByPlanner,)) as actors:
             actors.start("router.member", router.belong)
             actors.start("router.requests", router.serve)
-            actors.start("router.gateways", router.watch_gateways)
+            actors.start("router.watch", router.watch)
             actors.start("router.compute", router.compute)
             actors.start("router.warm_up", router.warm_up)
             actors.start("router.report", router.report_load)

@@ -7,7 +7,7 @@ own sequences with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Literal
@@ -21,15 +21,25 @@ from moe_model.forward import forward
 from moe_model.kv_cache import KVCache
 from moe_model.model import RouterModel
 from moe_model.plan import Chunk as ModelChunk
-from router_svc.experts import ExpertsUnavailableError, MeshExperts
+from router_svc.experts import MeshExperts
 from router_svc.microbatch import MicroBatchRule, split_chunks
 from router_svc.profile import TimedModel, Times
 from router_svc.sampler import UNDRAWABLE, Sampler, logprob_rows
-from router_svc.scheduler import Chunk
+from router_svc.scheduler import Chunk, StepWork
 from router_svc.sequence import Sequence as RequestSequence
+from router_svc.tickets import ExpertsUnavailableError
 
 _LOGPROB_ROWS = 64
 """Prompt rows whose logits are held at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a sequence cannot go on."""
+
+    reason: str
+    unavailable: bool = False
+    """Experts had no worker: trying again later can help."""
 
 
 @dataclass(slots=True)
@@ -38,7 +48,7 @@ class StepResult:
 
     drawn: dict[str, int] = field(default_factory=dict)
     logprobs: dict[str, Logprob] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, Failure] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,12 +72,12 @@ class StepRunner:
         *,
         micro_batches: Literal["auto", "1", "2", "3", "4"],
         pump: Callable[[], None],
-        wait: Callable[[], None],
+        wait: Callable[[], bool],
         times: Times,
         log: FilteringBoundLogger,
     ) -> None:
         """``pump()`` lets tickets take what has arrived for them; ``wait()`` blocks until
-        something may have.
+        something may have, and returns whether it dropped sequences meanwhile.
         """
         self._model = TimedModel(model, times)
         self._kv = kv
@@ -81,15 +91,18 @@ class StepRunner:
         # One per micro-batch, because a sampler keeps the parameters of the batch it saw last.
         self._samplers = [Sampler(model.spec.vocab_size) for _ in range(self._fixed or 2)]
 
-    def run(self, chunks: Sequence[Chunk]) -> StepResult:
+    def run(self, work: StepWork) -> StepResult:
         """Compute the chunks and draw a token where they reach the end of their sequence."""
-        times = self._times
+        times, chunks = self._times, work.chunks
         started = perf_counter_ns()
+        if work.tails:
+            self._kv.clear(work.tails)
         attention_ns, away_ns = times.attention_side_ns, self._experts.tally.away_ns
         tokens = sum(chunk.count for chunk in chunks)
         parts = split_chunks(chunks, self._fixed or self._rule.choose(tokens, len(chunks)))
         batches = [_MicroBatch(i, part, self._layers(part)) for i, part in enumerate(parts)]
         result = StepResult()
+        whole = True
         while batches:
             advanced = False
             for batch in tuple(batches):
@@ -99,12 +112,13 @@ class StepRunner:
                         batches.remove(batch)
             if batches:
                 waited = perf_counter_ns()
-                if not advanced:
-                    self._wait()
+                if not advanced and self._wait():
+                    batches = [batch for batch in batches if not self._is_deserted(batch)]
+                    whole = False
                 self._pump()
                 times.wait_ns += perf_counter_ns() - waited
         times.tokens += tokens
-        if self._fixed is None and not result.failed:
+        if self._fixed is None and whole and not result.failed:
             self._rule.observe(
                 len(parts),
                 tokens,
@@ -135,14 +149,21 @@ class StepRunner:
             else:
                 return False
         except ExpertsUnavailableError as error:
-            self._fail(batch, str(error), result)
+            self._fail(batch, Failure(str(error), unavailable=True), result)
         except Exception as error:  # noqa: BLE001 - the boundary: the other sequences go on
             self._log.exception("micro_batch.failed", tokens=sum(c.count for c in batch.chunks))
-            self._fail(batch, f"{type(error).__name__}: {error}", result)
+            self._fail(batch, Failure(f"{type(error).__name__}: {error}"), result)
         return True
 
-    def _fail(self, batch: _MicroBatch, reason: str, result: StepResult) -> None:
-        result.failed.update((chunk.sequence.request, reason) for chunk in batch.chunks)
+    def _fail(self, batch: _MicroBatch, failure: Failure, result: StepResult) -> None:
+        result.failed.update((chunk.sequence.request, failure) for chunk in batch.chunks)
+
+    def _is_deserted(self, batch: _MicroBatch) -> bool:
+        """Whether nobody wants the micro-batch any more; it is abandoned then."""
+        if any(chunk.sequence.admitted for chunk in batch.chunks):
+            return False
+        batch.layers.close()
+        return True
 
     def _finish(self, batch: _MicroBatch, hidden: torch.Tensor, result: StepResult) -> None:
         """From final hidden states ``[tokens, hidden]`` to tokens."""
@@ -164,7 +185,7 @@ class StepRunner:
         tokens, logprobs = self._samplers[batch.index].draw(logits, sequences)
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
             if token == UNDRAWABLE:
-                result.failed[sequence.request] = "the model's logits are not finite"
+                result.failed[sequence.request] = Failure("the model's logits are not finite")
                 continue
             result.drawn[sequence.request] = token
             if logprob is not None:

@@ -78,6 +78,7 @@ def up(
         run_dir, held = claim_mesh(settings)
     except RunDirError as error:
         raise UsageError(str(error), exit_code=1) from None
+    exit_code = 1
     try:
         with LauncherConsole(Console()) as console:
             launcher = Launcher(
@@ -89,9 +90,10 @@ def up(
                 grace_s=grace,
                 start_timeout_s=start_timeout,
             )
-            return asyncio.run(launcher.run())
+            exit_code = asyncio.run(launcher.run())
+        return exit_code
     finally:
-        release_mesh(run_dir, held, settings)
+        release_mesh(run_dir, held, settings, keep_logs=exit_code != 0)
 
 
 def _free_port(host: str) -> int:

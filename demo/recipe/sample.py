@@ -18,9 +18,9 @@ from .tokenizer import EOS_ID
 # One for each topic; prompts that open a document, or a sentence, work best.
 PROMPTS = {
     "scripture": "Genesis 51\n\n1 And it came to pass",
-    "novels": "Emma was not at all surprised when",
+    "novels": '"My dear Miss Woodhouse," said',
     "atlas": "Atlantis: Geography\n\nLocation:",
-    "manual": "The CREATE INDEX statement",
+    "manual": "The WHERE clause of a SELECT statement",
     "code": "/*\n** Return the number of",
 }
 TEMPERATURE = 0.7

@@ -64,13 +64,13 @@ class _Job:
     def _generation(self) -> Generation:
         request, model = self.request, self.ticket.engine.model
         best_of = self.per_prompt > (request.n or 1)
-        seed = self.ticket.engine.random_seed()
         skip_special = request.skip_special_tokens is not False
         samplings = [
             sampling(
                 request,
                 max_tokens=prompt.max_tokens,
-                seed=seed,
+                # One a prompt: equal prompts must not get equal answers.
+                seed=self.ticket.engine.random_seed(),
                 # best_of ranks by the chosen tokens' log-probabilities.
                 logprobs=self.top if request.logprobs is not None else 0 if best_of else -1,
                 prompt_logprobs=self.top if self.echo and request.logprobs is not None else -1,
@@ -89,7 +89,6 @@ class _Job:
                 min_tokens=request.min_tokens or 0,
                 entries=request.logprobs is not None,
                 offset=len(prompt.text) if self.echo else 0,
-                discard=prompt.max_tokens == 0,
             )
             for p, prompt in enumerate(self.prompts)
             for i in range(self.per_prompt)
@@ -110,6 +109,7 @@ class _Job:
             return prompt.text, None
         return prompt.text, shapes.legacy_prompt(
             prompt.ids,
+            prompt.text,
             choice.prompt_logprobs,
             self._tokenizer,
             self.top,

@@ -62,25 +62,29 @@ def legacy(entries: Sequence[Entry], tokenizer: Tokenizer, top: int) -> LegacyLo
 
 def legacy_prompt(
     prompt: Sequence[int],
+    text: str,
     logprobs: Sequence[Logprob | None],
     tokenizer: Tokenizer,
     top: int,
     *,
     special_tokens_shown: bool,
 ) -> LegacyLogprobs:
-    """A prompt's tokens for ``echo``; offsets count in the echoed text.
+    """A prompt's tokens for ``echo``; offsets count in ``text``, which is echoed.
 
     ``special_tokens_shown``: whether special tokens are part of that text.
     """
     found = LegacyLogprobs([], [], [], [])
     detokenizer = tokenizer.detokenizer((), skip_special_tokens=not special_tokens_shown)
-    offset = 0
-    for token, logprob in zip(prompt, logprobs, strict=True):
-        found.text_offset.append(offset)
+    pieces = [detokenizer.feed(token) for token in prompt]
+    spelled = "".join(pieces) + detokenizer.flush()
+    # SentencePiece writes a space before the first word that is not in the text.
+    offset = len(text) - len(spelled) if spelled.endswith(text) else 0
+    for token, piece, logprob in zip(prompt, pieces, logprobs, strict=True):
+        found.text_offset.append(max(0, offset))
         found.tokens.append(tokenizer.token_text(token))
         found.token_logprobs.append(None if logprob is None else _finite(logprob.logprob))
         found.top_logprobs.append(None if logprob is None else _dict(logprob, tokenizer, top))
-        offset += len(detokenizer.feed(token))
+        offset += len(piece)
     return found
 
 

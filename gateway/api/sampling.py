@@ -141,8 +141,9 @@ def sampling(
 ) -> Sampling:
     """The router's sampling parameters for the request's first choice.
 
-    ``seed``: used when the request has none. ``logprobs``, ``prompt_logprobs``: as in
-    ``Sampling``. Raises ``InvalidValue`` or ``InvalidType`` for what ``check_ranges`` cannot see.
+    ``max_tokens``: 0 only scores the prompt. ``seed``: used when the request has none.
+    ``logprobs``, ``prompt_logprobs``: as in ``Sampling``. Raises ``InvalidValue`` or
+    ``InvalidType`` for what ``check_ranges`` cannot see.
     """
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
@@ -166,8 +167,7 @@ def sampling(
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(request.ignore_eos),
         min_tokens=min_tokens,
-        # A router always makes a token; for echo alone the gateway drops it.
-        max_tokens=max(1, max_tokens),
+        max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )

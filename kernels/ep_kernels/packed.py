@@ -11,6 +11,7 @@ kernel that fails is replaced by one that works row by row.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -27,6 +28,9 @@ _LOSSLESS = 2.0**-18
 """Largest rounding error, relative to the largest weight, that counts as lossless: bf16 values
 below fp16's normal range lose a few bits (about 3e-8 absolute), true fp32 weights 2.4e-4."""
 
+_SERIAL_VALUES = 32_767
+"""An elementwise operation on fewer values than ATen's grain size is not split over threads."""
+
 _PROBE_BATCHES = (2, 5, 16, 33, 64, 128)
 _PROBE_VALUES = 1 << 24
 """A larger matrix (a vocabulary's) is probed on its first rows: 64 MiB."""
@@ -35,19 +39,17 @@ _PROBE_VALUES = 1 << 24
 class PackedLinear(ABC):
     """A linear map without bias: ``x [..., in] fp32 -> [..., out] fp32``. Immutable, thread-safe.
 
-    ``kind`` says how the weights are stored, ``nbytes`` how much memory they take, and
-    ``batch_independent`` whether a row's bits may not depend on the other rows.
+    ``kind`` says how the weights are stored, ``nbytes`` how much memory they take.
     """
 
-    __slots__ = ("batch_independent", "in_features", "nbytes", "out_features")
+    __slots__ = ("in_features", "nbytes", "out_features")
 
     kind: StoredKind = "fp32"
 
-    def __init__(self, out_features: int, in_features: int, *, batch_independent: bool) -> None:
+    def __init__(self, out_features: int, in_features: int) -> None:
         self.out_features = out_features
         self.in_features = in_features
         self.nbytes = out_features * in_features * (2 if self.kind == "fp16" else 4)
-        self.batch_independent = batch_independent
 
     @abstractmethod
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
@@ -62,7 +64,7 @@ class _Plain(PackedLinear):
     __slots__ = ("_weight",)
 
     def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__(weight.shape[0], weight.shape[1], batch_independent=False)
+        super().__init__(weight.shape[0], weight.shape[1])
         self._weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +77,7 @@ class _RowByRow(PackedLinear):
     __slots__ = ("_weight",)
 
     def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__(weight.shape[0], weight.shape[1], batch_independent=True)
+        super().__init__(weight.shape[0], weight.shape[1])
         self._weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,8 +93,8 @@ class _OneDnn(PackedLinear):
 
     __slots__ = ("_apply", "_packed")
 
-    def __init__(self, weight: torch.Tensor, *, batch_independent: bool) -> None:
-        super().__init__(weight.shape[0], weight.shape[1], batch_independent=batch_independent)
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(weight.shape[0], weight.shape[1])
         ops: Any = torch.ops.mkldnn
         self._packed = ops._reorder_linear_weight(weight)  # noqa: SLF001 - torch has no public name
         self._apply = ops._linear_pointwise.default  # noqa: SLF001
@@ -109,8 +111,8 @@ class _Fp16(PackedLinear):
 
     kind = "fp16"
 
-    def __init__(self, weight: torch.Tensor, *, batch_independent: bool) -> None:
-        super().__init__(weight.shape[0], weight.shape[1], batch_independent=batch_independent)
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(weight.shape[0], weight.shape[1])
         ops: Any = torch.ops.quantized
         self._packed = ops.linear_prepack_fp16(weight, None)
         self._apply = ops.linear_dynamic_fp16.default
@@ -142,10 +144,18 @@ def pack_linear(weight: torch.Tensor, kind: Kind = "auto", *, exact: bool = Fals
         if is_dispatch_bound(dense.shape[0], dense.shape[1]):
             return _Plain(dense)
         if _wants_fp16(dense, kind) and has_fp16_kernel():
-            return _Fp16(dense, batch_independent=False)
+            return _Fp16(dense)
         if has_onednn_kernel():
-            return _OneDnn(dense, batch_independent=False)
+            return _OneDnn(dense)
         return _Plain(dense)
+
+
+def serial_rows(rows: int, width: int) -> Iterator[slice]:
+    """Slices of ``rows`` so small that an elementwise operation on ``[slice, width]`` stays on one
+    thread: its vector and remainder loops then treat a column alike in every row.
+    """
+    step = max(1, _SERIAL_VALUES // max(1, width))
+    return (slice(begin, begin + step) for begin in range(0, rows, step))
 
 
 def is_dispatch_bound(out_features: int, in_features: int) -> bool:
@@ -169,7 +179,7 @@ def has_fp16_kernel() -> bool:
     try:
         weight = torch.linspace(-1, 1, 37 * 19).view(37, 19)
         x = torch.linspace(-1, 1, 5 * 19).view(5, 19)
-        got = _Fp16(weight, batch_independent=False)(x)
+        got = _Fp16(weight)(x)
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
     return torch.allclose(got, linear(x, weight.half().float()), atol=1e-4)
@@ -181,7 +191,7 @@ def has_onednn_kernel() -> bool:
     try:
         weight = torch.linspace(-1, 1, 37 * 19).view(37, 19)
         x = torch.linspace(-1, 1, 5 * 19).view(5, 19)
-        got = _OneDnn(weight, batch_independent=False)(x)
+        got = _OneDnn(weight)(x)
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
     return torch.allclose(got, linear(x, weight), atol=1e-4)
@@ -202,10 +212,10 @@ def _pack_exact(dense: torch.Tensor, kind: Kind) -> PackedLinear:
     threads = torch.get_num_threads()
     if kind == "fp16" and _fits_fp16(dense) and has_fp16_kernel():
         if _rows_are_independent("fp16", out_features, in_features, threads):
-            return _Fp16(dense, batch_independent=True)
+            return _Fp16(dense)
         return _RowByRow(dense.half().float())
     if has_onednn_kernel() and _rows_are_independent("fp32", out_features, in_features, threads):
-        return _OneDnn(dense, batch_independent=True)
+        return _OneDnn(dense)
     return _RowByRow(dense)
 
 
@@ -221,7 +231,7 @@ def _rows_are_independent(
     generator = torch.Generator().manual_seed(0)
     probed = min(out_features, max(1, _PROBE_VALUES // max(1, in_features)))
     weight = torch.randn(probed, in_features, generator=generator)
-    packed = (_Fp16 if kind == "fp16" else _OneDnn)(weight, batch_independent=False)
+    packed = (_Fp16 if kind == "fp16" else _OneDnn)(weight)
     x = torch.randn(_PROBE_BATCHES[-1], in_features, generator=generator)
     alone = torch.cat([packed(x[i : i + 1]) for i in range(x.shape[0])])
     return all(torch.equal(packed(x[:rows]), alone[:rows]) for rows in _PROBE_BATCHES)

@@ -113,6 +113,8 @@ class RouterPlane(Protocol):
     """Time spent writing parts into lanes, since start."""
     signal_ns: int
     """Time spent publishing them and waking their receivers, since start."""
+    corrupt_lanes: int
+    """Lanes dropped because the peer wrote nonsense, since start."""
 
     def connect(self, peer: str, address: str, incarnation: int, timeout_s: float) -> None:
         """Open a lane; raises ``PlaneError`` on refusal or time-out. Replaces a lost one."""
@@ -174,6 +176,9 @@ class Arrival:
 
 class ExpertPlane(Protocol):
     """An expert worker's end of all its lanes. One thread calls everything but ``wake``."""
+
+    corrupt_lanes: int
+    """Lanes dropped because the peer wrote nonsense, since start."""
 
     def poll(self) -> list[Arrival]:
         """Parts that have arrived since the last call, each once, oldest first. Never blocks."""

@@ -32,11 +32,11 @@ from mesh.service import ExitCode
 from moe_model.checkpoint import Checkpoint
 from moe_model.experts import read_expert
 from moe_model.shipped import checkpoint_dir
-from moe_model.spec import load_spec, model_digest
+from moe_model.spec import load_spec, serving_digest
 
 MODEL = checkpoint_dir("")
 SPEC = load_spec(MODEL)
-DIGEST = model_digest(MODEL)
+DIGEST = serving_digest(MODEL, "auto", exact=False)
 DEADLINE_S = 60.0
 QUICK = ("planner.heartbeat_ms=100", "planner.suspect_after_ms=1000", "planner.dead_after_ms=3000")
 
@@ -141,7 +141,7 @@ class Router:
                 ring_slots=4,
                 exact=exact,
             ),
-            DIGEST,
+            serving_digest(MODEL, "auto", exact=exact),
         )
         self._experts: dict[tuple[int, int], Any] = {}
         self._checkpoint = Checkpoint(MODEL)
@@ -412,6 +412,21 @@ def test_a_worker_with_another_model_is_refused(mesh: Processes, tmp_path: Path)
     try:
         assert process.wait(DEADLINE_S) == ExitCode.REFUSED
         assert "another model" in (mesh.home / "expert-9.log").read_text()
+    finally:
+        mesh.running.pop("expert-9").kill()
+
+
+@pytest.mark.parametrize("setting", ["model.exact=true", "model.weights=fp32"])
+def test_a_worker_of_another_precision_is_refused_and_told_both(
+    mesh: Processes, setting: str
+) -> None:
+    process = mesh.start("expert_svc", "expert-9", setting)
+    try:
+        assert process.wait(DEADLINE_S) == ExitCode.REFUSED
+        text = (mesh.home / "expert-9.log").read_text()
+        name, value = setting.removeprefix("model.").split("=")
+        assert f"{name}={value}" in text
+        assert DIGEST in text
     finally:
         mesh.running.pop("expert-9").kill()
 

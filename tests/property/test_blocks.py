@@ -64,6 +64,13 @@ class Blocks(RuleBasedStateMachine):
         self.manager.release(table)
 
     @rule(owner=owners)
+    def distrust(self, owner: int) -> None:
+        tokens, table = self.tables[owner]
+        self.manager.forget(table)
+        if table and len(tokens) >= SIZE:
+            assert self.manager.match(keys_of(tokens)) == []
+
+    @rule(owner=owners)
     def holders_keep_their_content(self, owner: int) -> None:
         tokens, table = self.tables[owner]
         for index, block in enumerate(table):

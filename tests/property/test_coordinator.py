@@ -17,13 +17,14 @@ from mesh.messages import (
     Load,
     LoadReport,
     Member,
+    Placement,
     Refused,
     SlotsReady,
     ToPlanner,
     View,
 )
 from planner_svc.balance import LoadWindow
-from planner_svc.coordinator import Coordinator, Effect, Identity, Keep, Publish, Send
+from planner_svc.coordinator import SETTLE_S, Coordinator, Effect, Identity, Keep, Publish, Send
 from planner_svc.rollout import ModelShape, Rollout
 
 IDS = st.sampled_from(["expert-0", "expert-1", "expert-2", "router-0"])
@@ -64,6 +65,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.in_flight: list[tuple[bytes, ToPlanner]] = []
         self.newest_view = 0
         self.newest_epoch = 0
+        self.kept: Placement | None = None
+        self.quiet_until = 0.0
+        """The planner knows that the mesh is older than itself and may publish nothing."""
         self.planner = self.start()
 
     def start(self) -> Coordinator:
@@ -78,22 +82,27 @@ class CoordinatorMachine(RuleBasedStateMachine):
                 redundant_slots=1,
                 wanted_ranks=2,
                 patience_s=10.0,
-                stored=None,
+                stored=self.kept,
                 first_command=first,
             ),
             LoadWindow(1, 4),
             first_version=first,
+            started=self.now,
         )
 
     def carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
                 case Publish(view=view):
+                    assert self.now >= self.quiet_until
                     assert view.version > self.newest_view
                     self.newest_view = view.version
+                    for process in self.processes.values():
+                        process.view = view
                 case Keep(placement=placement):
                     assert placement.epoch >= self.newest_epoch
                     self.newest_epoch = placement.epoch
+                    self.kept = placement
                 case Send(peer=peer, message=message):
                     for process in [*self.processes.values(), *self.zombies]:
                         if process.peer != peer:
@@ -146,6 +155,18 @@ class CoordinatorMachine(RuleBasedStateMachine):
             )
         self.send(process, data.draw(st.sampled_from(messages)), late=late)
 
+    @rule()
+    def workers_do_as_they_are_told(self) -> None:
+        for process in self.processes.values():
+            if (command := process.command) is not None:
+                done = SlotsReady(
+                    id=process.id,
+                    incarnation=process.incarnation,
+                    command=command.command,
+                    epoch=command.epoch,
+                )
+                self.send(process, done, late=False)
+
     @rule(data=st.data(), keep=st.booleans())
     def a_late_message_arrives(self, data: st.DataObject, *, keep: bool) -> None:
         if not self.in_flight:
@@ -172,13 +193,18 @@ class CoordinatorMachine(RuleBasedStateMachine):
             self.now += 0.5
             self.carry_out(self.planner.tick(self.now))
 
-    @rule()
-    def planner_restarts(self) -> None:
+    @rule(file_lost=st.booleans())
+    def planner_restarts(self, *, file_lost: bool) -> None:
         self.newest_epoch = 0  # nobody may have been told of the newest placement
+        if file_lost:
+            self.kept = None
+        self.quiet_until = self.now + SETTLE_S if self.kept is not None else 0.0
         self.planner = self.start()
         for process in self.processes.values():
             process.connection += 1
             if not process.refused:
+                if process.hello().placement is not None:
+                    self.quiet_until = self.now + SETTLE_S
                 self.send(process, process.hello(), late=False)
 
     @invariant()

@@ -21,6 +21,11 @@ class Cache:
     def __init__(self) -> None:
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
 
+    def clear(self, blocks: list[int]) -> None:
+        for block in blocks:
+            for row in range(SIZE):
+                self.slots.pop((block, row), None)
+
     def run(self, sequence: Sequence, start: int, count: int) -> None:
         for position in range(start, start + count):
             key = (sequence.block_table[position // SIZE], position % SIZE)
@@ -30,6 +35,10 @@ class Cache:
             assert self.slots.get(key) == tuple(sequence.tokens[: position + 1]), (
                 f"{sequence.request} reads a foreign or unwritten token at {position}"
             )
+        last = start + count - 1
+        for row in range(last % SIZE + 1, SIZE):  # read behind a mask
+            key = (sequence.block_table[last // SIZE], row)
+            assert key not in self.slots, f"{sequence.request} reads what another one left"
 
 
 def next_token(sequence: Sequence) -> int:
@@ -100,9 +109,10 @@ class Engine(RuleBasedStateMachine):
         assert dropped is not None
         assert not dropped.block_table
 
-    @rule(fail=st.integers(0, 30))
-    def step(self, fail: int) -> None:
+    @rule(fail=st.integers(0, 30), leaver=st.integers(0, 30))
+    def step(self, fail: int, leaver: int = 1000) -> None:
         work = self.scheduler.schedule()
+        self.cache.clear(work.tails)
         if not work.chunks:
             assert not self.live, "work is left and nothing runs"
             return
@@ -116,6 +126,10 @@ class Engine(RuleBasedStateMachine):
                 drawn[chunk.sequence.request] = next_token(chunk.sequence)
         if fail < len(work.chunks):  # its micro-batch failed: nothing of the chunk counts
             name = work.chunks[fail].sequence.request
+            self.scheduler.drop(name, distrust=True)
+            del self.live[name]
+        if leaver < len(self.live):  # cancelled while the step runs
+            name = sorted(self.live)[leaver]
             self.scheduler.drop(name)
             del self.live[name]
         for outcome in self.scheduler.finish_step(work, drawn):
@@ -138,7 +152,8 @@ class Engine(RuleBasedStateMachine):
             self.step(fail=1000)
         assert not self.live, "a sequence starves"
         self.scheduler.check()
-        assert self.scheduler.blocks.num_held == 0, "blocks leaked"
+        blocks = self.scheduler.blocks
+        assert blocks.num_free == blocks.num_blocks, "blocks leaked"
 
 
 TestEngine = Engine.TestCase

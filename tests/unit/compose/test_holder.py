@@ -20,14 +20,14 @@ def test_a_claimed_mesh_is_refused_to_another_launcher_and_names_its_holder(sett
     with pytest.raises(AlreadyRunning) as refusal:
         claim_mesh(settings)
     assert refusal.value.pid == os.getpid()
-    release_mesh(directory, held, settings)
+    release_mesh(directory, held, settings, keep_logs=False)
     assert not directory.exists()
 
 
 def test_a_mesh_can_be_claimed_again_after_its_release(settings):
     for _ in range(2):
         directory, held = claim_mesh(settings)
-        release_mesh(directory, held, settings)
+        release_mesh(directory, held, settings, keep_logs=False)
     assert launcher_pid(directory) is None
 
 
@@ -44,8 +44,22 @@ def test_what_a_killed_launcher_left_is_cleared(settings):
     assert done.returncode == -9
     directory, held = claim_mesh(settings)
     assert [p.name for p in directory.iterdir()] == ["launcher.pid"]
-    release_mesh(directory, held, settings)
+    release_mesh(directory, held, settings, keep_logs=False)
     assert not directory.exists()
+
+
+def test_logs_that_are_kept_stay_until_the_next_start(settings):
+    directory, held = claim_mesh(settings)
+    (directory / "logs").mkdir()
+    (directory / "logs" / "x.log").write_text("why")
+    (directory / "planner.sock").touch()
+    release_mesh(directory, held, settings, keep_logs=True)
+    assert [p.name for p in directory.iterdir()] == ["logs"]
+    assert (directory / "logs" / "x.log").read_text() == "why"
+    assert launcher_pid(directory) is None
+    directory, held = claim_mesh(settings)
+    assert not (directory / "logs").exists()
+    release_mesh(directory, held, settings, keep_logs=False)
 
 
 def test_nobody_holds_a_directory_that_is_not_there(tmp_path):

@@ -84,8 +84,9 @@ def test_children_stop_from_the_client_inwards(tmp_path, journal):
         os.kill(os.getpid(), signal.SIGTERM)
 
     specs = [obedient(name, journal) for name in names]
-    code, _ = launch(tmp_path, specs, scenario)
+    code, text = launch(tmp_path, specs, scenario)
     assert code == 0
+    assert "logs are kept" not in text
     assert journal.read_text().split() == names[::-1]
 
 
@@ -122,7 +123,36 @@ def test_a_child_that_keeps_dying_at_the_start_ends_the_mesh_and_leaves_nobody(t
     assert code == 1
     assert "router-0 exited with code 1 before the mesh was ready" in text
     assert text.count("starting again") == 2
+    assert f"logs are kept until the next start: {tmp_path / 'run' / 'logs'}" in text
+    assert (tmp_path / "run" / "logs" / "router-0.log").exists()
     assert journal.read_text().split() == ["planner"]
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_mesh_that_was_ready_starts_a_dying_child_again_however_often(
+    tmp_path, journal, monkeypatch, code
+):
+    async def at_once(self, planner):
+        self._incomplete.clear()
+
+    monkeypatch.setattr(Launcher, "_until_whole", at_once)
+    go = tmp_path / "go"
+    line = (
+        "import os, sys, time\n"
+        f"while not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+        f"sys.exit({code})"
+    )
+    dies = ProcessSpec("expert-0", "expert", (sys.executable, "-c", line))
+
+    async def scenario(screen):
+        await screen.shows("ready after")
+        go.touch()
+        await screen.shows(f"expert-0 exited with code {code}; starting again in", times=4)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    policy = RestartPolicy(max_deaths=2, first_delay_s=0.01, max_delay_s=0.01)
+    specs = [obedient("planner", journal), dies]
+    assert launch(tmp_path, specs, scenario, policy=policy)[0] == 0
 
 
 def test_a_mesh_that_does_not_get_ready_in_time_is_stopped(tmp_path, journal):

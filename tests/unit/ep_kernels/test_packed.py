@@ -7,6 +7,7 @@ from ep_kernels.packed import (
     has_onednn_kernel,
     is_lossless_fp16,
     pack_linear,
+    serial_rows,
 )
 from torch.nn.functional import linear
 
@@ -40,7 +41,6 @@ def test_product_equals_plain_linear(kind, exact, shape, batch):
 @pytest.mark.parametrize("shape", [SMALL, LARGE, (192, 48), (37, 100), (3, 1)])
 def test_exact_rows_do_not_depend_on_the_batch(kind, shape):
     packed = pack_linear(torch.randn(shape), kind, exact=True)
-    assert packed.batch_independent
     x = torch.randn(200, shape[1])
     alone = torch.cat([packed(x[i : i + 1]) for i in range(200)])
     for rows in (2, 3, 8, 31, 63, 127, 200):
@@ -98,3 +98,10 @@ def test_wrong_weights_are_refused():
         pack_linear(torch.zeros(3))
     with pytest.raises(ValueError, match="meta"):
         pack_linear(torch.zeros(3, 3, device="meta"))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(0, 5), (1, 1), (100, 1000), (3, 40_000), (7, 0)])
+def test_serial_rows_cover_all_rows_in_blocks_below_the_grain_size(rows: int, width: int):
+    blocks = [range(rows)[block] for block in serial_rows(rows, width)]
+    assert [row for block in blocks for row in block] == list(range(rows))
+    assert all(len(block) * width < 32_768 or len(block) == 1 for block in blocks)

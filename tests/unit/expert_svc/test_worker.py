@@ -76,6 +76,7 @@ class ListPlane:
         self.batches = deque(batches)
         self.answered: list[tuple[Arrival, AnswerStatus, int]] = []
         self.woken = 0
+        self.corrupt_lanes = 0
         self.worker: Worker | None = None
 
     def poll(self) -> list[Arrival]:

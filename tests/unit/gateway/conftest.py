@@ -2,6 +2,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as Raw
+from tokenizers import decoders, models
 
 from gateway.text import Tokenizer
 from tests.unit.gateway.scripted_mesh import MODEL, Mesh
@@ -10,6 +12,25 @@ from tests.unit.gateway.scripted_mesh import MODEL, Mesh
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer(MODEL)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Metaspace pieces with byte fallback, as Mixtral's."""
+    vocab = {"<unk>": 0, "▁": 1, "▁he": 2, "llo": 3, "▁world": 4, "h": 5}
+    vocab |= {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
+    raw = Raw(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    raw.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    path = tmp_path_factory.mktemp("sp")
+    raw.save(str(path / "tokenizer.json"))
+    return Tokenizer(path)
 
 
 @pytest.fixture(scope="module")

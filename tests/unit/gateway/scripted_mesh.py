@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+import msgspec
 import openai
 
 from gateway.text import Tokenizer
@@ -38,12 +39,14 @@ from mesh.messages import (
     Logprob,
     Member,
     Ping,
+    Placement,
     Pong,
     Rejected,
     Submit,
     Tokens,
     ToPlanner,
     ToRouter,
+    Unknown,
     View,
     Welcome,
 )
@@ -69,6 +72,7 @@ class Script:
     tokens: list[int]
     stop_token: int = -1  # ends it after the tokens, unless max_tokens comes first
     error: str = ""  # ends it after the tokens
+    error_kind: str = ""
     hold_after: int = 1 << 30  # tokens after which it waits for ``ScriptedRouter.release``
 
 
@@ -89,6 +93,8 @@ class ScriptedRouter:
     id: str
     address: str
     answer: Callable[[Submit], Script | Rejected]
+    incarnation: int = 1
+    peers: set[bytes] = field(default_factory=set)
     submits: list[Submit] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     running: dict[str, Running] = field(default_factory=dict)
@@ -116,10 +122,17 @@ class ScriptedRouter:
         self.released = True
         self.work.set()
 
+    def tell(self, *, ready: bool, reason: str = "") -> None:
+        """Become ready or not, and say so to all gateways without waiting for their Pings."""
+        self.ready, self.reason = ready, reason
+        for peer in self.peers:
+            self.link.send(peer, self.pong())
+
     async def _receive(self) -> None:
         with suppress(LinkClosed):
             while True:
                 peer, message = await self.link.recv()
+                self.peers.add(peer)
                 match message:
                     case Ping():
                         self.link.send(peer, self.pong())
@@ -133,7 +146,7 @@ class ScriptedRouter:
     def pong(self) -> Pong:
         return Pong(
             router=self.id,
-            incarnation=1,
+            incarnation=self.incarnation,
             ready=self.ready,
             reason=self.reason,
             load=Load(running=len(self.running)),
@@ -143,14 +156,7 @@ class ScriptedRouter:
         self.submits.append(message)
         answer = self.answer(message)
         if isinstance(answer, Rejected):
-            self.link.send(
-                peer,
-                Rejected(
-                    request=message.request,
-                    reason=answer.reason,
-                    retry_after_s=answer.retry_after_s,
-                ),
-            )
+            self.link.send(peer, msgspec.structs.replace(answer, request=message.request))
             return
         self.running[message.request] = Running(peer, message, answer, len(message.output))
         self.work.set()
@@ -176,7 +182,7 @@ class ScriptedRouter:
         if run.done >= script.hold_after and not self.released:
             return None
         first, run.started = not run.started, True
-        tokens = script.tokens[run.done : run.done + 1]
+        tokens = script.tokens[run.done : min(run.done + 1, sampling.max_tokens)]
         run.done += len(tokens)
         finish, stop_token, error = None, -1, ""
         if run.done >= sampling.max_tokens:
@@ -201,6 +207,7 @@ class ScriptedRouter:
             finish=finish,
             stop_token=stop_token,
             error=error,
+            error_kind=script.error_kind if error else "",
             cached_tokens=3 if first else 0,
         )
 
@@ -221,6 +228,8 @@ class ScriptedPlanner:
     hellos: list[Hello] = field(default_factory=list)
     heartbeats: list[Heartbeat] = field(default_factory=list)
     version: int = 1
+    placement: Placement | None = None
+    peers: set[bytes] = field(default_factory=set)
 
     def open(self) -> None:
         self.broadcast = f"ipc://{self.run_dir}/broadcast.sock"
@@ -236,13 +245,14 @@ class ScriptedPlanner:
         self.publisher.close()
 
     def view(self) -> View:
-        return View(version=self.version, members=tuple(self.members.values()))
+        members = tuple(self.members.values())
+        return View(version=self.version, members=members, placement=self.placement)
 
-    def put(self, router: ScriptedRouter, *, incarnation: int = 1, state: str = "ready") -> None:
+    def put(self, router: ScriptedRouter, *, state: str = "ready") -> None:
         self.members[router.id] = Member(
             id=router.id,
             role="router",
-            incarnation=incarnation,
+            incarnation=router.incarnation,
             pid=1,
             host="test",
             state=state,
@@ -254,10 +264,18 @@ class ScriptedPlanner:
         self.version += 1
         self.publisher.send(self.view())
 
+    def begin_anew(self) -> None:
+        """As if restarted with its clock set back: it knows nobody and counts views from 1."""
+        self.members.clear()
+        self.version = 1
+        for peer in self.peers:
+            self.link.send(peer, Unknown())
+
     async def _receive(self) -> None:
         with suppress(LinkClosed):
             while True:
                 peer, message = await self.link.recv()
+                self.peers.add(peer)
                 match message:
                     case Hello():
                         self.hellos.append(message)
@@ -308,10 +326,11 @@ class Mesh:
             id_,
             f"ipc://{self.run_dir}/{id_}.{len(self.routers)}.sock",
             lambda submit: self.answer(submit),  # noqa: PLW0108 - tests replace it
+            incarnation=time.monotonic_ns(),
         )
         self.routers[id_] = router
         self.call(router.open)
-        self.call(lambda: self.planner.put(router, incarnation=time.monotonic_ns()))
+        self.call(self.planner.put, router)
         return router
 
     def remove_router(self, id_: str) -> None:
@@ -325,9 +344,9 @@ class Mesh:
 
         self.call(gone)
 
-    def start_gateway(self, **settings: object) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+    def start_gateway(self, *, finish_s: float | None = None, **settings: object) -> None:
+        """``settings`` by key, ``__`` for the dot. ``finish_s`` as of ``gateway.service.serve``."""
+        port = free_port()
         chosen = {
             "mesh.run_dir": self.run_dir,
             "model.path": MODEL,
@@ -339,8 +358,9 @@ class Mesh:
         } | {key.replace("__", "."): value for key, value in settings.items()}
         self.log_path = self.run_dir / "gateway.log"
         with self.log_path.open("w") as log:
-            self.gateway = _spawn("gateway-0", chosen, log)
-        self.url = f"http://127.0.0.1:{port}"
+            self.gateway = _spawn("gateway-0", chosen, log, finish_s)
+        host = chosen.get("gateway.host", "127.0.0.1")
+        self.url = f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"
 
         def answers() -> bool:
             assert self.gateway is not None
@@ -413,12 +433,27 @@ class Mesh:
         self.thread.join(DEADLINE_S)
 
 
+def free_port(host: str = "127.0.0.1") -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as probe:
+        return int(probe.getsockname()[1])
+
+
+_MAIN = """
+from functools import partial
+from gateway.service import serve
+from mesh.service import run_service
+run_service("gateway", partial(serve, finish_s={finish_s}))
+"""
+
+
 def _spawn(
-    id_: str, settings: Mapping[str, object], stderr: IO[str] | int
+    id_: str, settings: Mapping[str, object], stderr: IO[str] | int, finish_s: float | None = None
 ) -> subprocess.Popen[str]:
     flags = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    main = ["-m", "gateway"] if finish_s is None else ["-c", _MAIN.format(finish_s=finish_s)]
     return subprocess.Popen(
-        [sys.executable, "-m", "gateway", "--id", id_, *flags],
+        [sys.executable, *main, "--id", id_, *flags],
         stderr=stderr,
         text=True,
         env={key: value for key, value in os.environ.items() if not key.startswith("MOEMESH_")},

@@ -156,6 +156,14 @@ def test_absent_seeds_differ(mesh, client):
     assert len(seeds) == 2
 
 
+def test_equal_prompts_have_seeds_of_their_own(mesh, client):
+    client.completions.create(model="tales", prompt=[[5], [5]], n=2)
+    assert len({submit.sampling.seed for submit in submits(mesh)}) == 4
+    mesh.reset()
+    client.completions.create(model="tales", prompt=[[5], [5]], seed=7)
+    assert [submit.sampling.seed for submit in submits(mesh)] == [7, 7]
+
+
 # ---------------------------------------------------------------- completions
 
 
@@ -246,6 +254,16 @@ def test_log_likelihoods_as_lm_eval_asks_for_them(mesh, client, max_tokens, stre
     assert [
         value == max(top.values()) for value, top in zip(values[1:], tops[1:], strict=True)
     ] == [id_ % 2 == 0 for id_ in [*ids[1:], *mesh.story[:max_tokens]]]
+
+
+def test_a_prompt_that_fills_the_context_is_scored(mesh, client):
+    ids = [5] * 1024
+    answer = client.completions.create(
+        model="tales", prompt=ids, max_tokens=0, echo=True, logprobs=0
+    )
+    assert submits(mesh)[0].sampling.max_tokens == 0
+    assert len(answer.choices[0].logprobs.tokens) == 1024
+    assert answer.choices[0].finish_reason == "length"
 
 
 def test_echo_of_a_text_has_no_special_tokens(mesh, client):
@@ -373,6 +391,15 @@ def test_an_error_before_the_first_token_has_its_own_status(mesh, client):
     mesh.answer = lambda _: Script([], error="expert 3 is gone")
     with pytest.raises(openai.InternalServerError, match="expert 3 is gone"):
         client.chat.completions.create(**CHAT, stream=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_missing_workers_make_503(mesh, client, stream):
+    mesh.answer = lambda _: Script([], error="expert 3 is gone", error_kind="unavailable")
+    with pytest.raises(openai.InternalServerError, match="expert 3 is gone") as caught:
+        client.chat.completions.create(**CHAT, stream=stream)
+    assert caught.value.status_code == 503
+    assert int(caught.value.response.headers["retry-after"]) >= 1
 
 
 def test_an_error_in_a_stream_is_an_event_and_no_done_follows(mesh, client):

@@ -7,14 +7,30 @@ import threading
 import openai
 import pytest
 
-from mesh.messages import Rejected
-from tests.unit.gateway.scripted_mesh import DEADLINE_S, STORY, Script, wait_until
+from mesh.messages import Placement, Rejected
+from moe_model.spec import serving_digest
+from tests.unit.gateway.scripted_mesh import (
+    DEADLINE_S,
+    MODEL,
+    STORY,
+    Script,
+    free_port,
+    wait_until,
+)
 
 CHAT = {
     "model": "tales",
     "messages": [{"role": "user", "content": "Tell me a story."}],
     "max_tokens": 200,
 }
+
+
+def has_ipv6():
+    try:
+        free_port("::1")
+    except OSError:
+        return False
+    return True
 
 
 def ask(mesh, results, **options):
@@ -55,9 +71,9 @@ def test_a_stream_survives_its_router_without_gap_or_repeat(own_mesh):
     assert again.request != first.submits[0].request
 
 
-def test_without_another_router_the_stream_ends_with_an_error(own_mesh):
+def test_without_another_router_the_stream_ends_with_its_time(own_mesh):
     own_mesh.add_router("router-0")
-    own_mesh.start_gateway(gateway__router_wait_s=0.2)
+    own_mesh.start_gateway(gateway__router_wait_s=0, gateway__request_timeout_s=0.7)
     own_mesh.wait_ready()
     own_mesh.answer = lambda _: Script(own_mesh.story, hold_after=7)
     results = {}
@@ -65,12 +81,30 @@ def test_without_another_router_the_stream_ends_with_an_error(own_mesh):
     wait_until(lambda: results.get("so far"), "the first tokens")
     own_mesh.remove_router("router-0")
     thread.join(DEADLINE_S)
-    assert "cannot run a token" in results["error"].message
+    assert "took too long" in results["error"].message
     assert STORY.startswith(results["so far"])
 
 
+def test_a_planner_that_begins_anew_is_told_the_placement_and_believed(own_mesh):
+    own_mesh.planner.placement = Placement(
+        epoch=3,
+        moe_layers=(1,),
+        num_experts=2,
+        ranks=("e0",),
+        slots_per_rank=(2,),
+        physical_to_logical=((0, 1),),
+    )
+    own_mesh.add_router("router-0")
+    own_mesh.start_gateway()
+    own_mesh.wait_ready()
+    own_mesh.call(own_mesh.planner.begin_anew)
+    wait_until(lambda: len(own_mesh.planner.hellos) > 1, "the gateway says Hello again")
+    assert own_mesh.planner.hellos[-1].placement == own_mesh.planner.placement
+    wait_until(lambda: own_mesh.status("/ready") == 503, "the view without a router counts")
+
+
 def test_readiness_follows_the_routers(own_mesh):
-    own_mesh.start_gateway(gateway__router_wait_s=0.2)
+    own_mesh.start_gateway(gateway__router_wait_s=0)
     assert own_mesh.status("/health") == 200
     assert own_mesh.status("/ready") == 503
     with (
@@ -82,12 +116,13 @@ def test_readiness_follows_the_routers(own_mesh):
     assert caught.value.response.headers["retry-after"] == "1"
     router = own_mesh.add_router("router-0")
     own_mesh.wait_ready()
-    router.ready, router.reason = False, "no expert serves layer 2"
+    own_mesh.call(lambda: router.tell(ready=False, reason="no expert serves layer 2"))
     wait_until(lambda: own_mesh.status("/ready") == 503, "the router is not ready")
-    router.ready = True
+    own_mesh.call(lambda: router.tell(ready=True))
     own_mesh.wait_ready()
     assert own_mesh.planner.hellos[0].role == "gateway"
     assert own_mesh.planner.hellos[0].control == own_mesh.url
+    assert own_mesh.planner.hellos[0].model_digest == serving_digest(MODEL, "auto", exact=False)
 
 
 def test_a_request_waits_for_the_first_router(own_mesh):
@@ -168,7 +203,7 @@ def test_stopping_lets_streams_finish_and_leaves_cleanly(own_mesh):
 
 def test_a_stream_that_outlasts_the_grace_ends_with_an_error(own_mesh):
     own_mesh.add_router("router-0")
-    own_mesh.start_gateway()
+    own_mesh.start_gateway(finish_s=0.1)
     own_mesh.wait_ready()
     own_mesh.answer = lambda _: Script(own_mesh.story, hold_after=7)
     results = {}
@@ -179,6 +214,14 @@ def test_a_stream_that_outlasts_the_grace_ends_with_an_error(own_mesh):
     thread.join(DEADLINE_S)
     assert "stopping" in results["error"].message
     wait_until(own_mesh.idle, "the sequence is cancelled")
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6")
+def test_the_url_of_an_ipv6_address_can_be_opened(own_mesh):
+    own_mesh.start_gateway(gateway__host="::1")
+    assert own_mesh.url.startswith("http://[::1]:")
+    wait_until(lambda: own_mesh.planner.hellos, "the gateway says Hello")
+    assert own_mesh.planner.hellos[0].control == own_mesh.url
 
 
 def test_a_taken_port_is_said(own_mesh):

@@ -1,3 +1,5 @@
+import pytest
+
 from gateway.api import logprobs as shapes
 from gateway.output import Entry
 from mesh.messages import Logprob
@@ -46,10 +48,28 @@ def test_chat_lists_only_what_was_asked_for():
 def test_a_prompts_first_token_has_no_probability(tokenizer):
     ids = tokenizer.encode("Hello world", add_special_tokens=True)
     scores = [None, *(Logprob(id_, -1.0) for id_ in ids[1:])]
-    found = shapes.legacy_prompt(ids, scores, tokenizer, 0, special_tokens_shown=False)
+    text = "Hello world"
+    found = shapes.legacy_prompt(ids, text, scores, tokenizer, 0, special_tokens_shown=False)
     assert found.token_logprobs[0] is None
     assert found.top_logprobs[0] is None
     assert found.text_offset[:2] == [0, 0]  # the begin token shows nothing
-    assert "".join(found.tokens[1:]) == "Hello world"
-    shown = shapes.legacy_prompt(ids, scores, tokenizer, 0, special_tokens_shown=True)
+    assert "".join(found.tokens[1:]) == text
+    text = "<|bos|>" + text
+    shown = shapes.legacy_prompt(ids, text, scores, tokenizer, 0, special_tokens_shown=True)
     assert shown.text_offset[1] == len("<|bos|>")
+
+
+@pytest.mark.parametrize(
+    ("text", "offsets"),
+    [
+        ("hello world", [0, 2, 5]),
+        (" world", [0, 0]),  # written as two spaces, the first of which is no text
+    ],
+)
+def test_offsets_of_sentencepiece_count_in_the_echoed_text(sentencepiece, text, offsets):
+    # Its first token spells a space that the text does not have.
+    ids = {"hello world": [2, 3, 4], " world": [1, 4]}[text]
+    scores = [None] * len(ids)
+    found = shapes.legacy_prompt(ids, text, scores, sentencepiece, 0, special_tokens_shown=True)
+    assert found.text_offset == offsets
+    assert sentencepiece.decode(ids) == text

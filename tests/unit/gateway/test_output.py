@@ -87,11 +87,18 @@ def test_an_end_without_text_still_makes_a_piece(tokenizer):
     assert (piece.text, piece.finish, choice.tokens) == ("", "stop", 1)
 
 
-def test_discarded_output_leaves_only_the_prompts_scores(tokenizer, story):
-    choice = make(tokenizer, discard=True)
+def test_an_end_without_tokens_keeps_the_prompts_scores(tokenizer):
+    choice = make(tokenizer, entries=True)
     scores = (None, Logprob(3, -1.0))
-    piece = choice.feed(
-        Delta(request="r", tokens=(story[0],), prompt_logprobs=scores, finish="length")
-    )
-    assert (piece.text, piece.finish, choice.tokens) == ("", "length", 0)
+    piece = choice.feed(Delta(request="r", prompt_logprobs=scores, finish="length"))
+    assert (piece.text, list(piece.entries), piece.finish) == ("", [], "length")
+    assert choice.tokens == 0
     assert choice.prompt_logprobs == scores
+
+
+def test_a_stop_token_has_no_log_probability_of_its_own(tokenizer):
+    choice = make(tokenizer, entries=True)
+    piece = choice.feed(
+        Delta(request="r", logprobs=(Logprob(1, -1.0),), finish="stop", stop_token=1)
+    )
+    assert list(piece.entries) == []

@@ -24,8 +24,14 @@ def view(version, *members):
     return View(version=version, members=members)
 
 
-def pong(id_, *, ready=True, reason="", running=0):
-    return Pong(router=id_, incarnation=1, ready=ready, reason=reason, load=Load(running=running))
+def pong(id_, *, ready=True, reason="", running=0, incarnation=1):
+    return Pong(
+        router=id_,
+        incarnation=incarnation,
+        ready=ready,
+        reason=reason,
+        load=Load(running=running),
+    )
 
 
 @pytest.fixture
@@ -77,7 +83,32 @@ def test_views_say_whom_to_connect_and_whom_to_drop(routers):
     added, gone = routers.apply(newer)
     assert sorted(m.id for m in added) == ["r1", "r2"]
     assert sorted(gone) == ["r0", "r1"]
-    assert routers.apply(view(2)) == ([], [])
+    assert routers.apply(newer) == ([], [])
+
+
+def test_a_smaller_version_counts_too(routers):
+    # Of a planner that restarted with its clock set back; mesh.member has judged it.
+    assert routers.apply(view(9, member("r0"), member("r1"))) == ([], [])
+    assert routers.apply(view(3, member("r1")))[1] == ["r0"]
+    assert routers.pick(PROMPT) == "r1"
+
+
+def test_the_answer_of_a_replaced_process_does_not_count(routers):
+    assert not routers.pong("r0", pong("r0", incarnation=2), 1.0)
+    assert not routers.pong("r1", pong("r0"), 1.0)
+    assert routers.pick(PROMPT) is None
+    assert "r0: another process answers" in routers.why_not_ready()
+    added, gone = routers.apply(view(2, member("r0", incarnation=2)))
+    assert ([m.id for m in added], sorted(gone)) == (["r0"], ["r0", "r1"])
+    routers.link_changed("r0", up=True, now=1.0)
+    assert routers.pong("r0", pong("r0", incarnation=2), 1.0)
+
+
+def test_a_refusal_counts_until_the_next_answer(routers):
+    routers.refused("r0", "the router is stopping")
+    assert routers.pick(PROMPT, {"r1"}) is None
+    assert routers.pong("r0", pong("r0"), 1.0)
+    assert routers.pick(PROMPT, {"r1"}) == "r0"
 
 
 def test_a_dead_member_is_gone(routers):

@@ -111,6 +111,11 @@ def test_output_defaults_differ_between_the_endpoints():
     assert budget(completion(), prompt_tokens=95) == 5
 
 
+def test_zero_tokens_reach_the_router():
+    # One token more would not fit behind a prompt that fills the context.
+    assert parameters(completion(max_tokens=0, echo=True), max_tokens=0).max_tokens == 0
+
+
 def test_max_completion_tokens_wins():
     assert budget(chat(max_tokens=3, max_completion_tokens=5)) == 5
 

@@ -56,9 +56,7 @@ class World:
         self.routers.apply(View(version=self.version, members=members))
         for id_ in ids:
             self.routers.link_changed(id_, up=True, now=0.0)
-            self.routers.pong(
-                id_, Pong(router=id_, incarnation=1, ready=True, reason="", load=Load()), 0.0
-            )
+            self.answers(id_)
 
     def open(self, now=0.0, **sampling):
         sequence = Sequence(
@@ -72,6 +70,15 @@ class World:
         )
         self.table.open(sequence, now)
         return sequence
+
+    def refuse(self, now=0.0, **fields):
+        name = self.submits()[-1].request
+        self.table.on_rejected(Rejected(request=name, **fields), now)
+
+    def answers(self, id_):
+        """``id_`` says that it is ready."""
+        pong = Pong(router=id_, incarnation=1, ready=True, reason="", load=Load())
+        return self.routers.pong(id_, pong, 0.0)
 
     def tokens(self, *tokens, now=0.0, request=None, **fields):
         name = request or self.submits()[-1].request
@@ -198,16 +205,54 @@ def test_a_moved_sequence_waits_out_a_refusal():
     world.open()
     world.tokens(5)
     world.table.on_router_lost("r0", 1.0)
-    refusal = Rejected(request=world.submits()[-1].request, reason="loading", retry_after_s=1.0)
-    world.table.on_rejected(refusal, 2.0)
+    world.refuse(2.0, reason="full", retry_after_s=1.0)
     assert world.table.waiting == 1
-    world.table.place_waiting(3.0)
+    world.table.place_waiting(300.0)
     assert world.submits()[-1].output == (5,)
-    refusal = Rejected(request=world.submits()[-1].request, reason="loading", retry_after_s=1.0)
-    world.table.on_rejected(refusal, 11.0)
+    assert world.received() == [[5]]
+
+
+def test_a_moved_sequence_waits_to_its_own_deadline():
+    world = World("r0")
+    world.open()
+    world.tokens(5)
+    world.set_routers()
+    world.table.on_router_lost("r0", 1.0)
+    world.table.place_waiting(599.0)
+    assert world.table.waiting == 1
+    world.table.place_waiting(600.0)
     tokens, error = world.received()
     assert tokens == [5]
     assert isinstance(error, Unavailable)
+
+
+def test_a_router_that_is_not_ready_is_waited_for():
+    world = World("r0")
+    world.open()
+    world.refuse(reason="the router is loading weights", retry_after_s=1.0, not_ready=True)
+    world.table.place_waiting(1.0)
+    assert (world.table.waiting, len(world.submits())) == (1, 1)
+    assert world.answers("r0")
+    world.table.place_waiting(2.0)
+    assert len(world.submits()) == 2
+    assert world.received() == []
+
+
+def test_a_router_that_stays_unready_makes_503_with_its_reason():
+    world = World("r0")
+    world.open()
+    world.refuse(reason="the router is stopping", retry_after_s=1.0, not_ready=True)
+    world.table.place_waiting(10.0)
+    (error,) = world.received()
+    assert isinstance(error, Unavailable)
+    assert "r0: the router is stopping" in error.message
+
+
+def test_another_router_takes_what_one_is_not_ready_for():
+    world = World("r0", "r1")
+    world.open()
+    world.refuse(reason="the router is stopping", retry_after_s=1.0, not_ready=True)
+    assert [router for router, _ in world.sent] == ["r0", "r1"]
 
 
 def test_a_refusal_for_good_is_the_clients_error():
@@ -228,6 +273,16 @@ def test_an_error_of_the_mesh_follows_what_came_before():
     assert tokens == [5]
     assert isinstance(error, GenerationFailed)
     assert "expert 3" in error.message
+
+
+def test_missing_workers_ask_the_client_to_come_back():
+    world = World("r0")
+    world.open()
+    world.tokens(finish="error", error="nobody serves expert 3", error_kind="unavailable")
+    (error,) = world.received()
+    assert isinstance(error, Unavailable)
+    assert error.message == "nobody serves expert 3"
+    assert int(error.headers["Retry-After"]) >= 1
 
 
 def test_a_router_that_gave_a_sequence_up_is_asked_again():

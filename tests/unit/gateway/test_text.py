@@ -34,23 +34,6 @@ def write(tmp_path, raw):
 
 
 @pytest.fixture(scope="module")
-def sentencepiece(tmp_path_factory):
-    """Metaspace pieces with byte fallback, as Mixtral's."""
-    vocab = {"<unk>": 0, "▁": 1, "▁he": 2, "llo": 3, "▁world": 4, "h": 5}
-    vocab |= {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
-    raw = Raw(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
-    raw.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return write(tmp_path_factory.mktemp("sp"), raw)
-
-
-@pytest.fixture(scope="module")
 def wordpiece(tmp_path_factory):
     raw = Raw(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2, "now": 3}, unk_token="[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()

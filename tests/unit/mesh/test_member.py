@@ -18,6 +18,7 @@ from mesh.messages import (
     Heartbeat,
     Hello,
     Load,
+    Placement,
     Refused,
     SlotsReady,
     Status,
@@ -116,6 +117,29 @@ def test_a_member_says_hello_then_beats_and_asks_for_the_view(play) -> None:
         scene.load = Load(step=3)
         while (await scene.hear(Heartbeat)).load.step != 3:
             pass
+
+    play(script)
+
+
+def test_a_hello_brings_the_newest_placement_that_the_member_knows(play) -> None:
+    placement = Placement(
+        epoch=4,
+        moe_layers=(1,),
+        num_experts=1,
+        ranks=("expert-0",),
+        slots_per_rank=(1,),
+        physical_to_logical=((0,),),
+    )
+
+    async def script(scene: Scene) -> None:
+        assert (await scene.hear(Hello)).placement is None
+        scene.say(Welcome(protocol=1, heartbeat_ms=20, broadcast=scene.publisher.address))
+        scene.say(View(version=9, members=(), placement=placement))
+        await scene.views.get()
+        scene.say(Unknown())
+        while (hello := await scene.hear(Hello)).placement is None:
+            pass
+        assert hello.placement == placement
 
     play(script)
 

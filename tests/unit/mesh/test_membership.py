@@ -215,8 +215,8 @@ def test_a_planner_that_slept_does_not_kill_the_silent(planner: Planner) -> None
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"model_digest": "d2"}, "another model: expert-0 has loaded d2, this mesh serves d1"),
-        ({"model_digest": ""}, "another model: expert-0 has loaded none"),
+        ({"model_digest": "d2"}, "precision: expert-0 has loaded d2, this mesh serves d1"),
+        ({"model_digest": ""}, "precision: expert-0 has loaded none"),
         ({"protocol_min": 2, "protocol_max": 3}, "no common protocol: expert-0 speaks 2 to 3"),
         ({"protocol_min": 0, "protocol_max": 0}, "no common protocol"),
         ({"role": "planner"}, "a planner is no member"),

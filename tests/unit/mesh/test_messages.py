@@ -43,16 +43,14 @@ GOLDEN: dict[str, tuple[object, bytes]] = {
             lanes="/run/expert-0.lanes",
             num_slots=3,
             placement=PLACEMENT,
-            held=((0, 1), (2, -1)),
         ),
         (
-            b"\x8b\xa4type\xa5Hello\xa2id\xa8expert-0\xa4role\xa6expert\xabinc"
+            b"\x8a\xa4type\xa5Hello\xa2id\xa8expert-0\xa4role\xa6expert\xabinc"
             b"arnation\x05\xa3pid*\xa4host\xa1h\xacmodel_digest\xa2d1\xa5la"
             b"nes\xb3/run/expert-0.lanes\xa9num_slots\x03\xa9place"
             b"ment\x86\xa5epoch\x03\xaamoe_layers\x92\x01\x02\xabnum_experts\x03\xa5"
             b"ranks\x92\xa8expert-0\xa8expert-1\xaeslots_per_rank\x92"
-            b"\x02\x01\xb3physical_to_logical\x92\x93\x00\x01\x02\x93\x02\xff\x00\xa4held\x92\x92\x00\x01"
-            b"\x92\x02\xff"
+            b"\x02\x01\xb3physical_to_logical\x92\x93\x00\x01\x02\x93\x02\xff\x00"
         ),
     ),
     "Heartbeat": (

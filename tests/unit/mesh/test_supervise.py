@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import structlog
 
-from mesh.supervise import ActorCrashed, Backoff, CannotServe, Supervisor
+from mesh.supervise import ActorCrashed, CannotServe, Supervisor
 
 LOG = structlog.get_logger("test")
 
@@ -108,44 +108,6 @@ def test_an_error_of_the_body_stops_the_actors_and_is_raised(run) -> None:
     with pytest.raises(KeyError):
         run(main())
     assert ended == ["first"]
-
-
-def test_a_restartable_actor_is_started_again_until_it_gives_up(run) -> None:
-    starts: list[int] = []
-
-    async def crash() -> None:
-        starts.append(1)
-        raise ValueError("again")
-
-    async def main() -> None:
-        async with Supervisor(LOG) as actors:
-            actors.start("flaky", crash, restart=Backoff(first_s=0.0, attempts=3))
-            await asyncio.Event().wait()
-
-    with pytest.raises(ActorCrashed, match="flaky"):
-        run(main())
-    assert len(starts) == 4
-
-
-def test_an_actor_that_recovers_goes_on(run) -> None:
-    starts: list[int] = []
-
-    async def heal() -> None:
-        starts.append(1)
-        if len(starts) < 3:
-            raise ValueError("not yet")
-
-    async def main() -> None:
-        async with Supervisor(LOG) as actors:
-            await actors.start("healing", heal, restart=Backoff(first_s=0.0))
-
-    run(main())
-    assert len(starts) == 3
-
-
-def test_the_pause_doubles_up_to_a_limit() -> None:
-    backoff = Backoff(first_s=0.1, most_s=0.5, attempts=5)
-    assert [backoff.delay_s(n) for n in range(1, 7)] == [0.1, 0.2, 0.4, 0.5, 0.5, None]
 
 
 def test_jobs_give_their_result(run) -> None:

@@ -23,6 +23,9 @@ class LateTicket:
         self._events.append("combine")
         return self._ticket.result()
 
+    def abandon(self) -> None:
+        self._events.append("abandon")
+
 
 class LateExperts:
     """Answers only when told to; may fail one dispatch."""
@@ -80,3 +83,27 @@ def test_errors_of_the_experts_reach_the_caller(reference: ReferenceModel) -> No
         next(loop).done = True
         with pytest.raises(ConnectionError):
             next(loop)
+
+
+def test_what_breaks_off_abandons_its_dispatch(reference: ReferenceModel) -> None:
+    model, kv = reference.model, reference.model.new_kv_cache(2, 16)
+    with torch.inference_mode():
+        plan = model.plan([Chunk([5], 0, [0])], 16)
+        events: list[str] = []
+        loop = forward(model, plan, kv, LateExperts(reference.experts, events))
+        next(loop)
+        loop.close()
+        assert events == ["dispatch", "abandon"]
+
+        class Broken:
+            spec = model.spec
+            embed, attend, dense = model.embed, model.attend, model.dense
+            ffn_input, route = model.ffn_input, model.route
+
+            def shared(self, layer, x):
+                raise ArithmeticError
+
+        events = []
+        with pytest.raises(ArithmeticError):
+            next(forward(Broken(), plan, kv, LateExperts(reference.experts, events)))
+        assert events == ["dispatch", "abandon"]

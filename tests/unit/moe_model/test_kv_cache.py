@@ -18,6 +18,15 @@ def test_gathered_blocks_are_the_rows_written(width: int) -> None:
     assert kv.nbytes == 2 * 5 * 4 * row_stride(width) * 4
 
 
+def test_cleared_blocks_are_zeros_in_every_layer_and_no_others_are() -> None:
+    kv = KVCache(num_layers=2, num_blocks=4, block_size=2, width=16)
+    for layer in kv.layers:
+        layer.fill_(float("nan"))
+    kv.clear([2, 0])
+    for layer in kv.layers:
+        assert layer.isnan().all(1).tolist() == [False, False, True, True] * 2
+
+
 def test_rows_start_on_cache_lines() -> None:
     assert [row_stride(width) for width in (1, 16, 17, 576)] == [16, 16, 32, 576]
 

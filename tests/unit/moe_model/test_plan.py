@@ -26,7 +26,6 @@ def test_tokens_positions_and_cache_rows_follow_the_chunks() -> None:
     assert got.token_ids.tolist() == [7, 8, 9, 4]
     assert got.positions.tolist() == [15, 16, 17, 2]
     assert got.cache_rows.tolist() == [3 * 16 + 15, 5 * 16, 5 * 16 + 1, 9 * 16 + 2]
-    assert got.last_rows.tolist() == [2, 3]
 
 
 def test_consecutive_blocks_are_read_in_place() -> None:
@@ -51,7 +50,7 @@ def test_single_tokens_share_a_padded_group() -> None:
     (group,) = got.parts
     assert isinstance(group, Group)
     assert (group.rows, group.num, group.keys) == (None, 2, 32)
-    assert group.blocks.tolist() == [4, 2, 6, 0]
+    assert group.blocks.tolist() == [4, 2, 6, 6]  # padded with its own
     visible = group.mask[:, 0] == 0
     assert visible.sum(1).tolist() == [21, 4]
     assert visible[1].nonzero().flatten().tolist() == [0, 1, 2, 3]
@@ -88,7 +87,7 @@ def test_window_bounds_what_is_read() -> None:
     (group,) = plan([Chunk([1], 50, list(range(4))), Chunk([1], 5, [9])], shape).parts
     assert isinstance(group, Group)
     assert (group.mask[:, 0] == 0).sum(1).tolist() == [10, 6]
-    assert group.blocks.tolist() == [2, 3, 9, 0]
+    assert group.blocks.tolist() == [2, 3, 9, 9]
 
 
 def test_long_spans_over_few_keys_expand() -> None:

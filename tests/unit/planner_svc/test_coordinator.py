@@ -28,14 +28,24 @@ from mesh.messages import (
 )
 from mesh.placement import local_slots
 from planner_svc.balance import LoadWindow
-from planner_svc.coordinator import Coordinator, Effect, Identity, Keep, Note, Publish, Send
+from planner_svc.coordinator import (
+    SETTLE_S,
+    Coordinator,
+    Effect,
+    Identity,
+    Keep,
+    Note,
+    Publish,
+    Send,
+)
 from planner_svc.rollout import ModelShape, Rollout
 
 DIGEST = "d1"
 RULES = Rules(model_digest=DIGEST, suspect_after_s=1.5, dead_after_s=5.0, tick_s=0.5)
 
 
-def coordinator(first: int = 1000, wanted: int = 2) -> Coordinator:
+def coordinator(first: int = 1000, wanted: int = 2, stored: Placement | None = None) -> Coordinator:
+    """One that started at second 0."""
     shape = ModelShape((1, 2), 4)
     me = Member(id="planner", role="planner", incarnation=1, pid=1, host="h", state="ready")
     return Coordinator(
@@ -46,11 +56,12 @@ def coordinator(first: int = 1000, wanted: int = 2) -> Coordinator:
             redundant_slots=0,
             wanted_ranks=wanted,
             patience_s=60.0,
-            stored=None,
+            stored=stored,
             first_command=first,
         ),
         LoadWindow(2, 4),
         first_version=first,
+        started=0.0,
     )
 
 
@@ -180,6 +191,8 @@ def test_an_old_view_is_repaired_by_the_heartbeat() -> None:
     state.received(b"e0", hello("e0"), 0.0)
     effects = state.received(b"e0", beat("e0", version=3), 0.1)
     assert sent(effects, b"e0") == [state.view] == published(effects)
+    effects = state.received(b"e0", beat("e0", version=3), 0.1)
+    assert sent(effects, b"e0") == [state.view]
     now = state.view.version
     assert sent(state.received(b"e0", beat("e0", version=now), 0.2), b"e0") == []
 
@@ -271,13 +284,57 @@ def test_a_restarted_planner_takes_the_placement_from_its_members() -> None:
     old = coordinator()
     placement = msgspec.structs.replace(placed(old), epoch=5)
     state = coordinator(first=9000)
-    effects = state.received(b"r0", hello("r0", "router", placement=placement), 0.0)
-    (view,) = published(effects)
-    assert view.placement == placement
-    assert view.version > old.view.version
+    state.received(b"r0", hello("r0", "router", placement=placement), 0.0)
     commands = assigned(state.received(b"e0", hello("e0", placement=placement), 0.0))
     assert commands[b"e0"].epoch == 5
     assert commands[b"e0"].slots == local_slots(placement, "e0")
+    (view,) = published(state.tick(SETTLE_S))
+    assert view.placement == placement
+    assert view.version > old.view.version
+
+
+def test_a_restarted_planner_says_who_is_there_only_when_all_have_said_hello_again() -> None:
+    placement = placed(coordinator())
+    state = coordinator(first=9000)
+    members = {b"r0": "router", b"e0": "expert", b"g0": "gateway", b"e1": "expert"}
+    said: list[Effect] = []
+    for number, (peer, role) in enumerate(members.items()):
+        at = number * SETTLE_S / 5
+        id_ = peer.decode()
+        said += state.received(peer, hello(id_, role, placement=placement), at)
+        said += state.received(peer, GetView(), at)
+        said += state.received(peer, beat(id_, version=123), at)
+        said += state.tick(at)
+    assert not [e for e in said if isinstance(e, Publish)]
+    assert not [e for e in said if isinstance(e, Send) and isinstance(e.message, View)]
+    assert status(state).epoch == placement.epoch  # a person who asks is told what is known
+
+    for peer in members:
+        state.received(peer, beat(peer.decode(), version=123), 0.9 * SETTLE_S)
+    effects = state.tick(SETTLE_S)
+    (view,) = published(effects)
+    assert {m.id for m in view.members} == {"planner", "r0", "e0", "e1", "g0"}
+    assert {m.state for m in view.members} == {"ready"}
+    # Each gets it on its own connection too, where it counts whatever its number.
+    assert all(sent(effects, peer) == [view] for peer in members)
+    assert sent(state.received(b"r0", GetView(), SETTLE_S), b"r0") == [view]
+
+
+def test_a_planner_with_a_plan_on_disk_knows_that_the_mesh_may_be_older() -> None:
+    # The first to say Hello may be a process that has just started and knows no placement.
+    placement = placed(coordinator())
+    state = coordinator(first=9000, stored=placement)
+    assert published(state.received(b"e1", hello("e1", incarnation=2), 0.0)) == []
+    assert published(state.received(b"r0", hello("r0", "router", placement=placement), 0.1)) == []
+    (view,) = published(state.tick(SETTLE_S))
+    assert {m.id for m in view.members} == {"planner", "e1", "r0"}
+
+
+def test_a_settled_planner_holds_nothing_back() -> None:
+    state = coordinator()
+    placement = placed(state)
+    late = hello("r0", "router", placement=placement)
+    assert published(state.received(b"r0", late, SETTLE_S + 1))
 
 
 def test_load_reports_add_up_to_balancedness_and_bad_ones_are_counted() -> None:

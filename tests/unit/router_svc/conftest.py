@@ -20,7 +20,8 @@ from mesh.settings import RouterSettings
 from moe_model.experts import LocalExperts, new_bank
 from moe_model.reference import ReferenceModel
 from moe_model.shipped import checkpoint_dir
-from router_svc.engine import Engine, Results
+from router_svc.engine import Engine
+from router_svc.exchange import Results
 
 HIDDEN, INTERMEDIATE, TOP_K = 32, 16, 4
 Expert = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -138,6 +139,7 @@ class EngineMesh:
     def __init__(self, fleet: Fleet, reference: ReferenceModel, **settings: object) -> None:
         self.fleet = fleet
         self.spec = reference.model.spec
+        self.exact = reference.model.exact
         self.settings = RouterSettings(**{"micro_batches": "1", **settings})
         assert isinstance(reference.experts, LocalExperts)
         self._local = reference.experts
@@ -147,7 +149,7 @@ class EngineMesh:
                 self.spec.experts_per_token,
                 self.settings.capacity_tokens,
                 8,
-                exact=True,
+                exact=self.exact,
             )
         )
         self.workers: dict[str, Worker] = {}
@@ -159,7 +161,7 @@ class EngineMesh:
             reference.model,
             self.plane,
             self.settings,
-            exact=True,
+            exact=self.exact,
             deliver=self._deliver,
             changed=self._changed,
             log=structlog.get_logger("test"),
@@ -180,7 +182,7 @@ class EngineMesh:
     def start_worker(self, name: str) -> None:
         banks = {}
         for layer, source in self._local._banks.items():
-            bank = new_bank(self.spec, len(self.ranks[name]), exact=True)
+            bank = new_bank(self.spec, len(self.ranks[name]), exact=self.exact)
             for slot, expert in enumerate(self.ranks[name]):
                 weights = source._experts[expert]
                 assert weights is not None
@@ -265,8 +267,8 @@ class EngineMesh:
 def start_engine(fleet: Fleet, reference: ReferenceModel) -> Iterator[Callable[..., EngineMesh]]:
     started: list[EngineMesh] = []
 
-    def start(**settings: object) -> EngineMesh:
-        started.append(EngineMesh(fleet, reference, **settings))
+    def start(model: ReferenceModel = reference, **settings: object) -> EngineMesh:
+        started.append(EngineMesh(fleet, model, **settings))
         return started[-1]
 
     yield start

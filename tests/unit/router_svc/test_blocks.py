@@ -96,6 +96,21 @@ def test_a_second_block_with_the_same_content_stays_private() -> None:
     manager.check([first])
 
 
+def test_a_forgotten_block_is_blank_once_released() -> None:
+    manager = BlockManager(4, 2)
+    chain = keys([1, 2], [3, 4])
+    table = manager.allocate(2)
+    assert table is not None
+    for block, key in zip(table, chain, strict=True):
+        manager.publish(block, key)
+    manager.forget([table[0]])
+    manager.check([table])
+    assert manager.match(chain) == []
+    manager.release(table)
+    manager.check([])
+    assert manager.allocate(1) == [table[0]]
+
+
 def test_without_prefix_cache_nothing_is_found() -> None:
     manager = BlockManager(4, 2, prefix_cache=False)
     table = manager.allocate(1)

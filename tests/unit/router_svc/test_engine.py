@@ -7,7 +7,11 @@ import random
 import pytest
 import torch
 
+from moe_model.kv_cache import KVCache
+from moe_model.model import RouterModel
 from moe_model.reference import ReferenceModel
+from moe_model.shipped import checkpoint_dir
+from router_svc.profile import TimedModel
 
 
 def prompts(count: int, longest: int = 60, seed: int = 1) -> list[list[int]]:
@@ -226,6 +230,7 @@ def test_a_request_past_its_deadline_ends_with_an_error(start_engine) -> None:
     sequence = mesh.finish("late")[0]
     assert sequence.finish == "error"
     assert "deadline" in sequence.deltas[-1].error
+    assert sequence.deltas[-1].error_kind == ""
     all_is_free(mesh)
 
 
@@ -275,6 +280,7 @@ def test_only_requests_that_needed_lost_experts_fail_and_later_ones_run(start_en
     doomed = mesh.finish("doomed")[0]
     assert doomed.finish == "error"
     assert "no expert worker served experts" in doomed.deltas[-1].error
+    assert doomed.deltas[-1].error_kind == "unavailable"
     all_is_free(mesh)
     mesh.start_worker("b")
     mesh.publish()
@@ -309,3 +315,139 @@ def test_the_profile_accounts_for_every_step(start_engine) -> None:
     assert sum(parts) + sum(around) + times.python_ns == times.step_ns
     counts = mesh.engine.expert_counts()
     assert (counts.sum(1) == times.tokens * mesh.spec.experts_per_token).all()
+
+
+def test_a_worker_that_hangs_while_it_looks_alive_is_given_up(start_engine, reference) -> None:
+    mesh = start_engine(expert_timeout_s=0.5)
+    mesh.start_workers("a", "b")
+    mesh.submit("stuck", [5, 6, 7], max_tokens=900)
+    mesh.wait(lambda: mesh.sequences["stuck"].deltas)
+    mesh.workers["b"].held.clear()
+    assert mesh.finish("stuck")[0].deltas[-1].error_kind == "unavailable"
+    assert "not serving: b" in mesh.engine.state.unserved
+    mesh.publish()  # says that it is ready, as its heartbeats do
+    mesh.submit("soon after", [5], max_tokens=2)
+    assert mesh.finish("soon after")[0].finish == "error"
+    all_is_free(mesh)
+    mesh.start_worker("b")
+    mesh.publish()
+    mesh.submit("later", [5, 6, 7], max_tokens=10)
+    assert mesh.finish("later")[0].tokens == expected(reference, [5, 6, 7], 10)
+
+
+def test_requests_of_a_stuck_step_end_when_they_are_cancelled_or_late(
+    start_engine, reference
+) -> None:
+    mesh = start_engine(expert_timeout_s=120.0)
+    mesh.start_workers("a", "b")
+    mesh.submit("before", [5], max_tokens=2)
+    mesh.finish("before")
+    assert mesh.engine.progress is None
+    mesh.workers["b"].held.clear()
+    mesh.submit("cancelled", [5, 6], max_tokens=2)
+    mesh.wait(lambda: mesh.engine.progress)
+    mesh.submit("late", [5, 6], max_tokens=2, deadline_ms=50)
+    assert mesh.finish("late")[0].finish == "error"
+    mesh.submit("never seen", [5, 6], max_tokens=2)
+    mesh.engine.cancel(("cancelled", "never seen"))
+    assert {s.finish for s in mesh.finish("cancelled", "never seen")} == {"cancelled"}
+    mesh.wait(lambda: mesh.engine.progress is None)  # nobody wants it any more
+    mesh.submit("next", [5, 6, 7], max_tokens=10)
+    mesh.workers["b"].held.set()
+    assert mesh.finish("next")[0].tokens == expected(reference, [5, 6, 7], 10)
+    all_is_free(mesh)
+
+
+def test_requests_wait_for_a_worker_that_is_loading(start_engine, reference) -> None:
+    mesh = start_engine(expert_timeout_s=0.05)
+    mesh.start_workers("a", "b")
+    mesh.submit("r", [5, 6, 7], max_tokens=30)
+    mesh.wait(lambda: len(mesh.sequences["r"].tokens) >= 3)
+    mesh.publish(b="loading")
+    mesh.wait(lambda: mesh.engine.state.unserved)
+    mesh.submit("late", [5], max_tokens=2, deadline_ms=500)
+    assert "deadline" in mesh.finish("late")[0].deltas[-1].error  # 10 time-outs later
+    assert not mesh.sequences["r"].over
+    mesh.publish()
+    assert mesh.finish("r")[0].tokens == expected(reference, [5, 6, 7], 30)
+
+
+def test_a_micro_batch_that_breaks_off_frees_its_ring_slots(
+    start_engine, reference, monkeypatch
+) -> None:
+    broken = {"now": False}
+    shared = TimedModel.shared
+
+    def sometimes(self, layer, x):
+        if broken["now"]:
+            raise ArithmeticError("no luck")
+        return shared(self, layer, x)
+
+    monkeypatch.setattr(TimedModel, "shared", sometimes)
+    mesh = start_engine()
+    mesh.start_workers("a", "b")
+    broken["now"] = True
+    for i in range(10):  # more than a ring has slots
+        mesh.submit(f"bad {i}", [5, 6], max_tokens=2)
+        bad = mesh.finish(f"bad {i}")[0].deltas[-1]
+        assert (bad.error, bad.error_kind) == ("ArithmeticError: no luck", "")
+    broken["now"] = False
+    mesh.submit("good", [5, 6, 7], max_tokens=10)
+    assert mesh.finish("good")[0].tokens == expected(reference, [5, 6, 7], 10)
+    all_is_free(mesh)
+
+
+def test_what_another_sequence_left_in_the_cache_harms_nobody(start_engine, monkeypatch) -> None:
+    new_kv_cache = RouterModel.new_kv_cache
+
+    def poisoned(self, num_blocks: int, block_size: int) -> KVCache:
+        kv = new_kv_cache(self, num_blocks, block_size)
+        kv.clear(range(num_blocks))
+        for layer in kv.layers:
+            layer.fill_(float("nan"))
+        return kv
+
+    plain = ReferenceModel(checkpoint_dir(""))
+    asked = [*prompts(3, 60), [5]]
+    want = [list(plain.generate(prompt, 20, ignore_eos=True)) for prompt in asked]
+    monkeypatch.setattr(RouterModel, "new_kv_cache", poisoned)
+    mesh = start_engine(plain)
+    mesh.start_workers("a")
+    for i, prompt in enumerate(asked):
+        mesh.submit(str(i), prompt, max_tokens=20)
+    assert [sequence.tokens for sequence in mesh.finish()] == want
+
+
+def test_the_prefix_of_a_sequence_without_finite_logits_is_not_reused(
+    start_engine, reference, monkeypatch
+) -> None:
+    wrong = {"now": True}
+    attend = TimedModel.attend
+
+    def sometimes(self, layer, h, plan, kv):
+        h = attend(self, layer, h, plan, kv)
+        if wrong["now"]:
+            kv.layers[layer][plan.cache_rows[:1]] = float("nan")
+            h = h * float("nan")
+        return h
+
+    monkeypatch.setattr(TimedModel, "attend", sometimes)
+    mesh = start_engine(max_step_tokens=40)
+    mesh.start_workers("a")
+    prompt = prompts(1, 60, seed=4)[0] + list(range(100, 140))
+    mesh.submit("bad", prompt, max_tokens=8)
+    assert "not finite" in mesh.finish("bad")[0].deltas[-1].error
+    wrong["now"] = False
+    mesh.submit("good", prompt, max_tokens=8)
+    good = mesh.finish("good")[0]
+    assert good.tokens == expected(reference, prompt, 8)
+    assert good.deltas[0].cached_tokens == 0
+
+
+def test_a_flood_of_cancellations_is_bounded(start_engine, monkeypatch) -> None:
+    monkeypatch.setattr("router_svc.engine._MAX_CANCELLATIONS", 3)
+    mesh = start_engine()
+    mesh.stop()
+    for i in range(10):
+        mesh.engine.cancel((str(i),))
+    assert len(mesh.engine._commands) == 3

@@ -10,8 +10,9 @@ from ep_kernels.plane import LaneShape
 
 from mesh.messages import Placement
 from moe_model.experts import combine_rows
-from router_svc.experts import ExpertsUnavailableError, MeshExperts, MeshTicket
+from router_svc.experts import MeshExperts
 from router_svc.profile import Times
+from router_svc.tickets import ExpertsUnavailableError, MeshTicket
 
 HIDDEN, INTERMEDIATE, TOP_K, LAYER = 32, 16, 4, 2
 DEADLINE_S = 10.0
@@ -43,6 +44,7 @@ class Mesh:
             capacity_tokens=capacity,
             exact=exact,
             timeout_s=timeout_s,
+            answer_timeout_s=2.0,
             clock=self.clock,
             times=Times(),
         )
@@ -55,7 +57,12 @@ class Mesh:
         worker = self.workers[name] = self.fleet.worker(name, {LAYER: bank})
         self.plane.connect(name, worker.path, worker.incarnation, 5.0)
 
-    def place(self, ranks: dict[str, list[int]], serving: set[str] | None = None) -> None:
+    def place(
+        self,
+        ranks: dict[str, list[int]],
+        serving: set[str] | None = None,
+        coming: set[str] = frozenset(),
+    ) -> None:
         self.epoch += 1
         flat = tuple(expert for held in ranks.values() for expert in held)
         placement = Placement(
@@ -67,7 +74,7 @@ class Mesh:
             physical_to_logical=(flat,),
         )
         self.placement = placement
-        self.experts.route_by(placement, set(ranks) if serving is None else serving)
+        self.experts.route_by(placement, set(ranks) if serving is None else serving, coming)
 
     def up(self, ranks: dict[str, list[int]]) -> None:
         for name, slots in ranks.items():
@@ -313,3 +320,119 @@ def test_before_the_first_placement_everything_waits(fleet, expert_weights) -> N
             mesh.finish(ticket), expected(weights, x, ids, w), atol=1e-5, rtol=1e-5
         )
     assert mesh.experts.epoch == 1
+
+
+def test_a_worker_that_does_not_answer_is_overdue_and_its_part_goes_to_a_replica(
+    fleet, expert_weights
+) -> None:
+    weights = expert_weights(8)
+    mesh = Mesh(fleet, weights)
+    everything = [0, 1, 2, 3, 4, 5, 6, 7]
+    mesh.up({"a": everything, "b": everything})
+    x, ids, w = batch(16, 8)
+    with torch.inference_mode():
+        mesh.workers["b"].held.clear()
+        ticket = mesh.experts.dispatch(LAYER, x, ids, w)
+        mesh.pump_until(lambda: ticket.missing == 1)
+        assert mesh.experts.overdue() == []
+        mesh.clock.now += 1.9
+        assert mesh.experts.overdue() == []
+        assert mesh.experts.next_retry_s(60.0) < 1.0  # it will be looked for in time
+        mesh.clock.now += 0.3
+        assert mesh.experts.overdue() == ["b"]
+        mesh.plane.disconnect("b")
+        mesh.experts.route_by(mesh.placement, {"a"})
+        mesh.experts.lane_lost("b")
+        torch.testing.assert_close(
+            mesh.finish(ticket), expected(weights, x, ids, w), atol=1e-5, rtol=1e-5
+        )
+    assert mesh.plane.in_flight() == 0
+
+
+def test_an_abandoned_ticket_frees_its_ring_slots_also_those_answered_later(
+    fleet, expert_weights
+) -> None:
+    weights = expert_weights(8)
+    mesh = Mesh(fleet, weights, capacity=4, ring_slots=2)
+    mesh.up(PLACEMENTS[1])
+    x, ids, w = batch(30, 8)
+    with torch.inference_mode():
+        mesh.workers["b"].held.clear()
+        lost = mesh.experts.dispatch(LAYER, x, ids, w)
+        mesh.pump_until(lambda: mesh.workers["a"].calls >= 4)
+        lost.abandon()
+        lost.abandon()
+        mesh.workers["b"].held.set()
+        mesh.pump_until(lambda: mesh.plane.in_flight() == 0)
+        ticket = mesh.experts.dispatch(LAYER, x, ids, w)
+        torch.testing.assert_close(
+            mesh.finish(ticket), expected(weights, x, ids, w), atol=1e-5, rtol=1e-5
+        )
+    assert mesh.plane.in_flight() == 0
+
+
+def test_an_abandoned_ticket_is_parked_no_longer(fleet, expert_weights) -> None:
+    mesh = Mesh(fleet, expert_weights(8))
+    mesh.place({"a": list(range(8))}, serving=set())
+    x, ids, w = batch(3, 8)
+    ticket = mesh.experts.dispatch(LAYER, x, ids, w)
+    assert mesh.experts.parked
+    ticket.abandon()
+    mesh.experts.pump()
+    assert not mesh.experts.parked
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_answers_make_room_for_what_is_sent_again(fleet, expert_weights, exact) -> None:
+    weights = expert_weights(8)
+    mesh = Mesh(fleet, weights, exact=exact, capacity=16, ring_slots=2)
+    everything = [0, 1, 2, 3, 4, 5, 6, 7]
+    mesh.up({"a": everything, "b": everything})
+    x, ids, w = batch(32, 8)
+    with torch.inference_mode():
+        mesh.workers["b"].held.clear()
+        ticket = mesh.experts.dispatch(LAYER, x, ids, w)
+        # All of a's ring is full of answers before b's parts have to go there.
+        mesh.pump_until(lambda: ticket.missing == sum(p.peer == "b" for p in ticket.pieces))
+        assert ticket.missing == 2
+        assert len(ticket.pieces) == 4
+        mesh.workers["b"].stop()
+        torch.testing.assert_close(
+            mesh.finish(ticket), expected(weights, x, ids, w), atol=1e-5, rtol=1e-5
+        )
+    assert mesh.plane.in_flight() == 0
+
+
+def test_time_does_not_count_while_a_rank_is_about_to_serve(fleet, expert_weights) -> None:
+    weights = expert_weights(8)
+    mesh = Mesh(fleet, weights, timeout_s=3.0)
+    ranks = {"a": [0, 1, 2, 3], "b": [4, 5, 6, 7]}
+    mesh.start("a", ranks["a"])
+    mesh.place(ranks, serving={"a"}, coming={"b"})
+    x, ids, w = batch(6, 8)
+    with torch.inference_mode():
+        ticket = mesh.experts.dispatch(LAYER, x, ids, w)
+        for _ in range(4):
+            mesh.clock.now += 2.9
+            mesh.experts.pump()
+        mesh.place(ranks, serving={"a"})  # it died; the time begins now
+        mesh.clock.now += 2.9
+        mesh.experts.pump()
+        assert not ticket.done
+        mesh.start("b", ranks["b"])
+        mesh.place(ranks)
+        torch.testing.assert_close(
+            mesh.finish(ticket), expected(weights, x, ids, w), atol=1e-5, rtol=1e-5
+        )
+
+
+def test_experts_without_any_rank_fail_though_others_are_loading(fleet, expert_weights) -> None:
+    mesh = Mesh(fleet, expert_weights(8), timeout_s=3.0)
+    ranks = {"b": [0, 1, 2, 3], "c": [4, 5, 6, 7]}
+    mesh.place(ranks, serving=set(), coming={"b"})
+    x, ids, w = batch(6, 8)
+    ticket = mesh.experts.dispatch(LAYER, x, ids, w)
+    mesh.clock.now += 3.1
+    mesh.experts.pump()
+    with pytest.raises(ExpertsUnavailableError):
+        ticket.result()

@@ -110,7 +110,7 @@ def test_when_blocks_run_out_the_newest_of_the_lowest_priority_goes() -> None:
         preempted += [v.request for v in step(s)[0].preempted]
     assert preempted[:2] == ["low", "new"]
     assert "old" not in preempted
-    assert s.blocks.num_held == 0
+    assert s.blocks.num_free == s.blocks.num_blocks
 
 
 def test_a_preempted_sequence_goes_on_from_its_tokens() -> None:
@@ -172,11 +172,11 @@ def test_dropping_frees_blocks_wherever_the_sequence_is() -> None:
     s.add(sequence("runs", 9))
     s.add(sequence("waits", 9))
     step(s)
-    assert s.blocks.num_held > 0
+    assert s.blocks.num_free < s.blocks.num_blocks
     assert s.drop("runs") is not None
     assert s.drop("waits") is not None
     assert s.drop("runs") is None
-    assert s.blocks.num_held == 0
+    assert s.blocks.num_free == s.blocks.num_blocks
     assert step(s)[0].chunks == []
 
 
@@ -244,7 +244,7 @@ def test_no_tokens_asked_for_means_the_prompt_only() -> None:
     work, outcomes = step(s)
     assert not work.chunks[0].draws
     assert [(o.token, o.finish) for o in outcomes] == [(None, "length")]
-    assert s.blocks.num_held == 0
+    assert s.blocks.num_free == s.blocks.num_blocks
 
 
 def test_output_of_another_router_counts() -> None:
@@ -263,3 +263,50 @@ def test_a_stop_token_ends_a_sequence_and_is_not_reported_as_output() -> None:
     _, outcomes = step(s, token=99)
     assert [(o.token, o.finish, o.stop_token) for o in outcomes] == [(None, "stop", 99)]
     assert len(s) == 0
+
+
+def test_the_last_block_of_whoever_gets_new_ones_is_to_be_cleared() -> None:
+    s = scheduler(size=4, budget=10)
+    first, second = sequence("a", 9, max_tokens=6), sequence("b", 3)
+    s.add(first)
+    s.add(second)
+    work, _ = step(s)
+    assert work.tails == [first.block_table[-1], second.block_table[-1]]
+    tails = []
+    while len(s) == 2:
+        before = list(first.block_table)
+        work, _ = step(s)
+        grown = first.block_table[len(before) :]
+        assert not grown or grown[-1] in work.tails
+        tails += work.tails
+    assert tails, "nobody grew"
+
+
+def test_blocks_of_a_distrusted_sequence_are_not_found_again() -> None:
+    prompt = list(range(12))
+    s = scheduler(size=4, budget=64)
+    s.add(sequence("bad", prompt))
+    s.add(sequence("other", prompt))
+    step(s)
+    s.drop("bad", distrust=True)
+    s.check()
+    s.drop("other")
+    s.check()
+    s.add(sequence("next", prompt))
+    assert planned(s.schedule()) == [("next", 0, 12)]
+
+
+def test_sequences_may_come_and_go_while_a_step_runs() -> None:
+    s = scheduler()
+    s.add(sequence("a", 5))
+    s.add(sequence("b", 5))
+    work = s.schedule()
+    gone = s.drop("a")
+    s.add(sequence("a", 3))  # another one by the same name
+    s.add(sequence("c", 3))
+    assert gone is not None
+    assert not s.holds(gone)
+    outcomes = s.finish_step(work, {"a": 7, "b": 7})
+    assert [o.sequence.request for o in outcomes] == ["b"]
+    s.check()
+    assert ("a", 0, 3) in planned(step(s)[0])
