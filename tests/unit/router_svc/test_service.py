@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,7 +26,12 @@ from mesh.messages import (
     Tokens,
     ToRouter,
 )
+from mesh.service import CannotServe
+from mesh.settings import ModelSettings, RouterSettings, Settings
 from moe_model.reference import ReferenceModel
+from moe_model.shipped import checkpoint_dir
+from moe_model.spec import load_spec
+from router_svc.service import lane_shape, main
 
 DEADLINE_S = 30.0
 
@@ -67,7 +73,8 @@ def processes() -> Iterator[Processes]:
 class Gateway:
     """One gateway's link, with what it has received so far."""
 
-    def __init__(self, net: Net, run_dir: Path) -> None:
+    def __init__(self, net: Net, run_dir: Path, incarnation: int = 1) -> None:
+        self.ping = Ping(gateway="g", incarnation=incarnation)
         self.link: ClientLink[FromRouter, ToRouter] = ClientLink(
             net, f"ipc://{run_dir}/r.sock", receives=FromRouter
         )
@@ -80,7 +87,7 @@ class Gateway:
         async with asyncio.timeout(DEADLINE_S):
             await self.link.wait_up()
             if ping:
-                self.link.send(Ping(gateway="g", incarnation=1))
+                self.link.send(self.ping)
             while not condition():
                 match await self.link.recv():
                     case Tokens(deltas=deltas):
@@ -92,7 +99,7 @@ class Gateway:
                         self.pong = pong
                         if ping and not condition():
                             await asyncio.sleep(0.02)
-                            self.link.send(Ping(gateway="g", incarnation=1))
+                            self.link.send(self.ping)
 
     def submit(self, name: str, prompt: list[int], max_tokens: int) -> None:
         sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -131,6 +138,7 @@ async def _from_start_to_stop(processes: Processes, reference: ReferenceModel) -
     gateway.submit("early", [5], 1)
     await gateway.until(lambda: "early" in gateway.rejected)
     assert gateway.rejected["early"].retry_after_s > 0
+    assert gateway.rejected["early"].not_ready
 
     # With the others it warms up and serves.
     processes.start("planner_svc", "planner")
@@ -158,6 +166,14 @@ async def _from_start_to_stop(processes: Processes, reference: ReferenceModel) -
     gateway.pong = None
     await gateway.until(gateway.idle, ping=True)
 
+    # And those of one whose next incarnation is there, though its connection stands.
+    gateway.submit("forgotten", prompt, 900)
+    await gateway.until(lambda: gateway.deltas.get("forgotten"))
+    successor = Gateway(net, processes.run_dir, incarnation=2)
+    await successor.until(successor.ready, ping=True)
+    await gateway.until(lambda: gateway.finish("forgotten") == "cancelled")
+    successor.link.close()
+
     # A router that is told to stop hands back what it runs.
     gateway.submit("handed back", prompt, 900)
     await gateway.until(lambda: gateway.deltas.get("handed back"))
@@ -167,3 +183,18 @@ async def _from_start_to_stop(processes: Processes, reference: ReferenceModel) -
     gateway.link.close()
     net.close()
     assert not (processes.run_dir / "r.sock").exists()
+
+
+def test_lanes_follow_the_settings() -> None:
+    spec = load_spec(checkpoint_dir(""))
+    router = RouterSettings(micro_batches="3", capacity_tokens=7, wire="bf16")
+    shape = lane_shape(Settings(router=router, model=ModelSettings(exact=True)), spec)
+    assert (shape.hidden, shape.top_k) == (spec.hidden_size, spec.experts_per_token)
+    assert (shape.capacity_tokens, shape.ring_slots, shape.exact) == (7, 6, True)
+
+
+def test_impossible_lanes_are_refused_before_anything_is_loaded_or_opened() -> None:
+    router = RouterSettings(capacity_tokens=10_000_000)
+    ctx = SimpleNamespace(settings=Settings(router=router))  # nothing else is there to use
+    with pytest.raises(CannotServe, match="lower capacity_tokens"):
+        asyncio.run(main(ctx))
