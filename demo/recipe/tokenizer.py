@@ -25,8 +25,10 @@ BOS_ID, EOS_ID = 0, 1
 VOCABULARY = 3072
 CHARACTERS_A_TOPIC = 3_000_000  # the same weight for each topic
 
-# The model has seen no dialogues, so a chat is simply its messages one below the other.
+# The model has seen no dialogues, so a chat is simply its messages one below the other, as a
+# document, which began with this token in training.
 CHAT_TEMPLATE = (
+    "{{ bos_token }}"
     "{% for m in messages %}{{ m['content'] }}{% if not loop.last %}\n\n{% endif %}{% endfor %}"
 )
 
