@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: serve test lint install clean
 
 serve: $(VENV)/.serve
-	@exec $(BIN)/moemesh up --port $(PORT)
+	@exec $(BIN)/moemesh up --port $(PORT) $(if $(NAME),--set mesh.name=$(NAME))
 
 test: install lint
 	$(BIN)/python -m pytest

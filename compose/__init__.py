@@ -2,7 +2,8 @@
 
 Layers, lowest first (an arrow means "may import")::
 
-    cli -> commands.* -> launcher -> child, probes, console -> processes, restarts, log_file, holder
+    cli -> app -> commands.* -> launcher -> child, probes, console
+    child, probes, console -> processes, restarts, log_file, holder
 
 Pure modules (no asyncio, no processes, no clock): ``processes``, ``restarts``, ``status_view``.
 The launcher only composes: every child is exactly what systemd or a container would start,

@@ -35,35 +35,43 @@ class Child:
             return None
         return self._process.pid
 
-    async def run(self) -> int:
-        """Starts the process and returns its exit code (negative: the signal that ended it).
+    async def start(self) -> None:
+        """Starts the process; called once, and ``run`` right after it.
 
-        Cancelled, it kills the process. Called once. The process is forked by the calling
-        thread, which must outlive it: children that die with their parent watch that thread.
+        The process is forked by the calling thread, which must outlive it: children that die with
+        their parent watch that thread. Raises ``OSError`` for a program that is not there.
         """
         self._log.start_tail()
         try:
-            process = await asyncio.create_subprocess_exec(
+            self._process = await asyncio.create_subprocess_exec(
                 *self.spec.argv,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 process_group=0,
             )
-            self._process = process
-            if self._stop_requested:
-                self._signal(signal.SIGTERM)
-            try:
-                assert process.stdout is not None
-                async for line in _lines(process.stdout):
-                    self._log.write(line)
-                    self._on_line(line)
-                return await process.wait()
-            finally:
-                if process.returncode is None:
-                    self._signal(signal.SIGKILL)
-                    await process.wait()
+        except BaseException:
+            self._ended.set()
+            raise
+        if self._stop_requested:
+            self._signal(signal.SIGTERM)
+
+    async def run(self) -> int:
+        """Keeps the output of the started process, and returns its exit code (negative: the
+        signal that ended it). Cancelled, it kills the process.
+        """
+        process = self._process
+        assert process is not None
+        assert process.stdout is not None
+        try:
+            async for line in _lines(process.stdout):
+                self._log.write(line)
+                self._on_line(line)
+            return await process.wait()
         finally:
+            if process.returncode is None:
+                self._signal(signal.SIGKILL)
+                await process.wait()
             self._ended.set()
 
     async def stop(self, grace_s: float) -> bool:

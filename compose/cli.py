@@ -1,39 +1,23 @@
-"""The ``moemesh`` command. Each subcommand is a module that is imported when it is called."""
+"""The entry point of the ``moemesh`` command. Imports next to nothing by itself, so that it soon
+decides what a signal does.
+"""
 
 from __future__ import annotations
 
 import signal
 import sys
-from importlib.metadata import version
-
-import cyclopts
-
-from compose.options import UsageError
-
-app = cyclopts.App(
-    name="moemesh",
-    help="Mixture-of-Experts serving as a mesh of independent services.",
-    version=lambda: version("moemesh"),
-)
-
-for _name, _help in {
-    "up": "Start a mesh on this host and stay until Ctrl-C.",
-    "status": "Show the members of a mesh: states, slots, queues, epoch and balance.",
-    "down": "Stop the mesh that `moemesh up` runs on this host.",
-    "config": "Print the effective configuration and where each value came from.",
-    "reference": "Complete a prompt with the whole model in this one process.",
-    "version": "Print the versions of moemesh, its protocol and what it runs on.",
-}.items():
-    app.command(f"compose.commands.{_name}:{_name}", name=_name, help=_help)
-app.command("compose.commands.bench:app", name="bench")
 
 
 def main() -> None:
     """Runs the command line. Exit codes: 0, 1 (the mesh failed or is not there), 2 (bad usage)."""
+    # While modules are imported there is nothing to clean up, and an exception in the middle of
+    # one would show as a traceback: end at once. A script's ``moemesh up &`` comes with SIGINT
+    # ignored and must end by it as well.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from compose.app import run  # noqa: PLC0415
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        sys.exit(app(sys.argv[1:]))
-    except UsageError as error:
-        print(f"moemesh: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        sys.exit(run(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

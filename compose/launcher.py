@@ -19,7 +19,7 @@ from compose.sample_request import curl_line
 from mesh.messages import Status
 from mesh.settings import Settings
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.2
 
 
@@ -35,6 +35,8 @@ class _Supervised:
 
 class Launcher:
     """Starts ``specs``, restarts what dies, stops all in ``STOP_ORDER``.
+
+    A signal stops it, SIGHUP only where that is not ignored; no child is started after it.
 
     ``run_dir`` exists and belongs to this launcher alone; logs go to ``run_dir/logs``. A child
     that keeps dying before the mesh was ready ends the mesh; one that dies later is started again,
@@ -66,6 +68,8 @@ class Launcher:
         ]
         self._stopping = asyncio.Event()
         self._incomplete = asyncio.Event()
+        # One start after another, so that a signal is seen between two of them.
+        self._starts = asyncio.Lock()
         self._was_ready = False
         self._failure: str | None = None
 
@@ -75,7 +79,10 @@ class Launcher:
         No child is left when it returns or raises. After 1 the logs are worth keeping.
         """
         loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
+        # nohup says with an ignored SIGHUP that the mesh is to outlive its terminal.
+        hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+        signals = (*_SIGNALS, *hang_up)
+        for number in signals:
             loop.add_signal_handler(number, self._on_signal)
         try:
             self._console.starting(
@@ -90,7 +97,7 @@ class Launcher:
                 await self._stop_all()
             self._console.stopped(kept_logs=str(self._logs) if self._failure else "")
         finally:
-            for number in _SIGNALS:
+            for number in signals:
                 loop.remove_signal_handler(number)
             for supervised in self._children:
                 supervised.log.close()
@@ -120,7 +127,11 @@ class Launcher:
 
         while not self._stopping.is_set():
             self._incomplete.set()
-            supervised.child = Child(spec, supervised.log, on_line)
+            async with self._starts:
+                if self._stopping.is_set():
+                    return
+                supervised.child = Child(spec, supervised.log, on_line)
+                await supervised.child.start()
             exit_code = await supervised.child.run()
             if self._stopping.is_set():
                 return

@@ -2,22 +2,56 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from compose.options import UsageError
+from mesh.config import Effective
 from mesh.settings import Settings
 from moe_model.errors import CheckpointError
+from moe_model.inventory import Inventory
 from moe_model.shipped import checkpoint_dir, model_id
-from moe_model.spec import load_spec, model_digest
+from moe_model.spec import ModelSpec, load_spec
+from moe_model.tensors import TensorTable
+from moe_model.text_files import check_text_files
 
 
-def served_model(settings: Settings) -> str:
-    """Checks the checkpoint's shape and files, and returns the model's id in the API.
+def served_model(settings: Settings) -> tuple[str, ModelSpec]:
+    """Checks all that can be known of the checkpoint without reading its weights: configuration,
+    names, shapes and types of all tensors, tokenizer and chat template. Returns the model's id in
+    the API, and the model.
 
-    Raises ``UsageError`` for one that no service could load.
+    Raises ``UsageError`` for one that some service could not load.
     """
     try:
         path = checkpoint_dir(settings.model.path)
-        load_spec(path)
-        model_digest(path)
-        return model_id(settings.model.name, settings.model.path)
+        spec = _checked(path)
+        return model_id(settings.model.name, settings.model.path), spec
     except CheckpointError as error:
         raise UsageError(f"model.path: {error}") from None
+    except OSError as error:
+        raise UsageError(f"model.path: {error.filename}: {error.strerror}") from None
+
+
+def _checked(path: Path) -> ModelSpec:
+    spec = load_spec(path)
+    inventory = Inventory(path)
+    table = TensorTable(spec)
+    inventory.check(table.router())
+    inventory.check(table.experts())
+    check_text_files(path)
+    return spec
+
+
+def check_workers(effective: Effective, spec: ModelSpec) -> None:
+    """Raises ``UsageError`` for more expert workers than the placement has slots a layer: one
+    without a slot only takes memory.
+    """
+    settings = effective.settings
+    redundant = settings.planner.redundant_slots
+    most = spec.num_experts + redundant
+    if settings.mesh.experts > most:
+        raise UsageError(
+            f"mesh.experts = {settings.mesh.experts} ({effective.origin['mesh.experts']}): "
+            f"expected at most {most}, one slot each: {spec.num_experts} experts a layer + "
+            f"planner.redundant_slots = {redundant}"
+        )

@@ -99,6 +99,7 @@ class ExpertWorker:
         self._assigned.set()
 
     async def _carry_out(self, command: AssignSlots, pool: ThreadPoolExecutor) -> None:
+        """Load what the planner asked for and acknowledge. Raises ``CannotServe``."""
         log = self._ctx.log.bind(command=command.command, epoch=command.epoch)
         try:
             loaded = await self._loop.run_in_executor(pool, self._apply, command)
@@ -112,6 +113,8 @@ class ExpertWorker:
             log.error("slots.failed", error=reason)  # noqa: TRY400 - an answer, not a bug
             self._member.set_state("loading", detail=reason, progress=0.0)
             self._acknowledge(command, reason)
+            if isinstance(error, CheckpointError):
+                raise CannotServe(reason) from error  # trying again would read the same bytes
             return
         log.info("slots.loaded", experts=loaded, resident_bytes=self._table.resident_bytes())
         self._member.set_state("ready")

@@ -106,7 +106,15 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"The model's chat template refuses this conversation: {error}", param="messages"
             ) from error
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise InvalidRequest(
                 f"The model's chat template fails on this conversation: {error}", param="messages"
             ) from error
@@ -117,19 +125,26 @@ def find_template(path: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
 
     Looks where Hugging Face writes it: ``chat_template.jinja``, ``chat_template.json``,
     ``tokenizer_config.json`` (a template, or a list of named ones of which "default" is taken).
+    Raises ``TokenizerError`` for one that cannot be used.
     """
     jinja_file = path / "chat_template.jinja"
     json_file = path / "chat_template.json"
     source: Any = config.get("chat_template")
     if jinja_file.is_file():
-        source = jinja_file.read_text(encoding="utf-8")
+        try:
+            source = jinja_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenizerError(f"{jinja_file}: {error}") from error
     elif json_file.is_file():
         try:
             source = json.loads(json_file.read_text(encoding="utf-8"))["chat_template"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise TokenizerError(f"{json_file}: no chat_template in it") from error
     if isinstance(source, list):
-        named = {entry["name"]: entry["template"] for entry in source}
+        try:
+            named = {entry["name"]: entry["template"] for entry in source}
+        except (KeyError, TypeError) as error:
+            raise TokenizerError("chat_template: expected entries of name and template") from error
         source = named.get("default")
     if source is None:
         return None

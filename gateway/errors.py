@@ -11,6 +11,16 @@ from collections.abc import Mapping
 
 import msgspec
 
+_SHOWN_CHARACTERS = 40
+
+
+def shown(value: float | str) -> str:
+    """``value`` for a message: numbers as people write them, and nothing at a client's length."""
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    if len(text) > _SHOWN_CHARACTERS:
+        return f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
+    return text
+
 
 class ErrorBody(msgspec.Struct, frozen=True):
     message: str
@@ -82,6 +92,26 @@ class ContextTooLong(InvalidRequest):
     """Prompt and requested output do not fit the model's context."""
 
     code = "context_length_exceeded"
+
+
+class MalformedHttp(InvalidRequest):
+    """What arrived is no HTTP request."""
+
+    code = "invalid_http"
+
+
+class HeadTimeout(InvalidRequest):
+    """The client did not send a request's head in time."""
+
+    status = 408
+    code = "request_timeout"
+
+
+class UnsupportedEncoding(InvalidRequest):
+    """The body is compressed."""
+
+    status = 415
+    code = "unsupported_encoding"
 
 
 class BodyTooLarge(InvalidRequest):

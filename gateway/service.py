@@ -114,13 +114,13 @@ async def serve(ctx: Context, *, finish_s: float = _FINISH_S) -> None:
     meters = Meters(ctx.registry)
     admission = Admission(settings.max_queue, time.monotonic())
 
-    async with Supervisor(ctx.log) as actors:
+    async with Supervisor(ctx.log) as front:
         pool = Pool(
             ctx.net,
             gateway=ctx.id,
             incarnation=ctx.incarnation,
             router_wait_s=settings.router_wait_s,
-            spawn=actors.task,
+            spawn=front.task,
             log=ctx.log,
         )
         engine = Engine(
@@ -128,7 +128,7 @@ async def serve(ctx: Context, *, finish_s: float = _FINISH_S) -> None:
             pool=pool,
             admission=admission,
             meters=meters,
-            spawn=actors.task,
+            spawn=front.task,
             max_body_bytes=settings.max_body_bytes,
             request_timeout_s=settings.request_timeout_s,
         )
@@ -158,20 +158,30 @@ async def serve(ctx: Context, *, finish_s: float = _FINISH_S) -> None:
         server = Server(
             build_app(engine, ctx.registry, ctx.log), grace_s=math.ceil(finish_s + _FLUSH_S)
         )
-        actors.start("member", member.run)
-        actors.start("pool", pool.run)
-        serving = actors.task(server.serve(sockets=[listener]), name="http")
-        ctx.log.info("gateway.listening", url=url, model=model.id)
-        ctx.ready()
-        await ctx.stopping.wait()
-        member.set_state("draining")
-        pool.stop()
-        server.should_exit = True
-        asyncio.get_running_loop().call_later(
-            finish_s, pool.table.fail_all, Unavailable("The gateway is stopping.")
-        )
-        await serving
-        engine.close()
+
+        def end_requests() -> None:
+            pool.table.fail_all(Unavailable("The gateway is stopping."))
+
+        serving = front.task(server.serve(sockets=[listener]), name="http")
+        try:
+            async with Supervisor(ctx.log) as actors:
+                actors.start("member", member.run)
+                actors.start("pool", pool.run)
+                ctx.log.info("gateway.listening", url=url, model=model.id)
+                ctx.ready()
+                await ctx.stopping.wait()
+                member.set_state("draining")
+                pool.stop()
+                server.should_exit = True
+                asyncio.get_running_loop().call_later(finish_s, end_requests)
+                await serving
+        finally:
+            # After an actor's crash, too, every client hears how its request ended.
+            pool.stop()
+            end_requests()
+            server.should_exit = True
+            await asyncio.wait([serving])
+            engine.close()
 
 
 def _watch(meters: Meters, engine: Engine) -> None:

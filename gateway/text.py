@@ -14,26 +14,18 @@ from typing import Any, Protocol
 import msgspec
 from tokenizers import Tokenizer as _Tokenizer
 
+from gateway.byte_level import BYTE_OF_CHAR
+from gateway.token_length import longest_token
+
 _SPACE_MARK = "\u2581"  # SentencePiece writes a space as this
 _TABLE_LIMIT = 65_536
 _WINDOW_CONTEXT = 6
 _MAX_CHARACTER_BYTES = 4
+_LONG = 4096
 
 
 class TokenizerError(Exception):
     """The checkpoint's tokenizer files cannot be used; the gateway does not start."""
-
-
-def _byte_of_char() -> dict[str, int]:
-    """Inverse of GPT-2's byte-to-unicode table, in which ByteLevel vocabularies are written."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in set(printable))
-    table.update({chr(256 + i): byte for i, byte in enumerate(others)})
-    return table
-
-
-_BYTE_OF_CHAR = _byte_of_char()
 
 
 class Detokenizer(Protocol):
@@ -52,6 +44,7 @@ class Tokenizer:
     """A checkpoint's ``tokenizer.json`` and ``tokenizer_config.json``.
 
     ``config``: the parsed ``tokenizer_config.json``, special tokens reduced to strings.
+    ``longest_token``: as ``token_length.longest_token`` finds it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,13 +64,30 @@ class Tokenizer:
         self._added = {id_: token.content for id_, token in added.items()}
         self._bytes: dict[int, bytes] = {}
         self._alphabet = _alphabet(self._tokenizer.decoder)
+        self.longest_token = longest_token(self._tokenizer)
+
+    @staticmethod
+    def takes_long(value: str | Sequence[int]) -> bool:
+        """Whether ``encode`` or ``decode`` of ``value`` takes milliseconds.
+
+        Those release the interpreter, so that another thread can do it.
+        """
+        return len(value) > _LONG
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of ``text``."""
+        if self.takes_long(text):
+            # A batch, even of one, is encoded without the interpreter's lock; one text is not.
+            batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return batch[0].ids
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of whole ``ids``. Raises ``OverflowError`` for ids that are no 32-bit number."""
+        if self.takes_long(ids):
+            return self._tokenizer.decode_batch(
+                [list(ids)], skip_special_tokens=skip_special_tokens
+            )[0]
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token(self, id_: int) -> str:
@@ -119,7 +129,7 @@ class Tokenizer:
             return b""
         if self._alphabet == "byte_level":
             try:
-                return bytes([_BYTE_OF_CHAR[char] for char in token])
+                return bytes([BYTE_OF_CHAR[char] for char in token])
             except KeyError:
                 return token.encode()
         if self._alphabet == "sentencepiece":

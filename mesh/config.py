@@ -20,7 +20,7 @@ import difflib
 import ipaddress
 import tomllib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -31,6 +31,8 @@ from mesh.settings import Settings
 
 ENV_PREFIX = "MOEMESH_"
 CONFIG_VARIABLE = "MOEMESH_CONFIG"
+MAX_GATEWAYS = 64
+"""All that a launcher starts share one host, and one gateway serves hundreds of clients."""
 NAME_EXPECTED = "expected 1 to 40 letters, digits, '-' or '_'"
 MAX_SOCKET_PATH_BYTES = 107
 """``sun_path`` of a Unix socket has 108 bytes, the last one zero (unix(7))."""
@@ -123,14 +125,17 @@ def load(
             continue
         source = f"environment {variable}"
         if variable not in by_variable:
-            expected = "no such setting" + _suggest(variable, by_variable)
+            head, _, tail = variable.removeprefix(ENV_PREFIX).lower().partition("_")
+            expected = "no such setting" + _suggest_key(
+                f"{head}.{tail}", by_key, lambda key: by_key[key].variable
+            )
             raise ConfigError(variable, environ[variable], expected, source)
         put(by_variable[variable], environ[variable], source, text=True)
 
     for key, value in overrides.items():
         source = f"flag {(flag_names or {}).get(key, '--set ' + key)}"
         if key not in by_key:
-            raise ConfigError(key, value, "no such setting" + _suggest(key, by_key), source)
+            raise ConfigError(key, value, "no such setting" + _suggest_key(key, by_key), source)
         put(key, value, source, text=True)
 
     _check_values(values, origin)
@@ -162,7 +167,7 @@ def _read_file(path: Path, by_key: Mapping[str, Knob]) -> dict[str, Any]:
         for name, value in table.items():
             key = f"{section}.{name}"
             if key not in by_key:
-                raise ConfigError(key, value, "no such setting" + _suggest(key, by_key), source)
+                raise ConfigError(key, value, "no such setting" + _suggest_key(key, by_key), source)
             found[key] = value
     return found
 
@@ -176,13 +181,32 @@ def _convert(knob: Knob, value: object, source: str, *, text: bool) -> Any:
         raise ConfigError(knob.key, value, f"expected {knob.accepts}", source) from None
 
 
+def close_name(name: str, known: Iterable[str]) -> str | None:
+    """The one of ``known`` that ``name`` is likely to be a slip of the keyboard for, if any."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
+    return close[0] if close else None
+
+
 def _suggest(name: str, known: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    if not close and "." in name:
-        # The right key in the wrong section is the commonest slip.
-        last = name.rpartition(".")[2]
-        close = [key for key in known if key.endswith("." + last)][:1]
-    return f"; did you mean {close[0]}?" if close else ""
+    close = close_name(name, known)
+    return f"; did you mean {close}?" if close else ""
+
+
+def _suggest_key(key: str, known: Iterable[str], shown: Callable[[str], str] = str) -> str:
+    """``shown`` of the setting that ``key`` was perhaps meant to be. The section alone makes no
+    two names alike: ``router.foo`` is not close to ``router.wire``.
+    """
+    section, _, name = key.partition(".")
+    names: dict[str, dict[str, str]] = {}
+    for candidate in known:
+        head, tail = candidate.split(".")
+        names.setdefault(head, {})[tail] = candidate
+    own = names.get(section) or names.get(close_name(section, names) or "", {})
+    # The right key in the wrong section is the commonest slip.
+    elsewhere = [table[name] for table in names.values() if name in table]
+    close = close_name(name, own)
+    found = own[close] if close else elsewhere[0] if elsewhere else None
+    return f"; did you mean {shown(found)}?" if found else ""
 
 
 # ---------------------------------------------------------------- rules on values
@@ -201,7 +225,7 @@ _NAME = _Rule(lambda v: not name_fault(v), NAME_EXPECTED)
 
 _RULES: Mapping[str, _Rule] = {
     "mesh.name": _NAME,
-    "mesh.gateways": _POSITIVE,
+    "mesh.gateways": _Rule(lambda v: 0 < v <= MAX_GATEWAYS, f"expected 1 to {MAX_GATEWAYS}"),
     "mesh.routers": _POSITIVE,
     "mesh.experts": _POSITIVE,
     "gateway.host": _HOST,
@@ -244,6 +268,18 @@ def _check_values(values: Mapping[str, Any], origin: Mapping[str, str]) -> None:
         refuse("mesh.broadcast", "expected another address than mesh.planner")
     if values["mesh.run_dir"] and not Path(values["mesh.run_dir"]).is_absolute():
         refuse("mesh.run_dir", "expected an absolute path")
+    if values["gateway.port"] and values["gateway.port"] + values["mesh.gateways"] > 65536:
+        refuse(
+            "gateway.port",
+            f"expected at most {65536 - values['mesh.gateways']}: the last of mesh.gateways = "
+            f"{values['mesh.gateways']} listens on port + {values['mesh.gateways'] - 1}",
+        )
+    if values["mesh.routers"] > values["expert.max_lanes"]:
+        refuse(
+            "mesh.routers",
+            f"expected at most expert.max_lanes = {values['expert.max_lanes']}: "
+            "each router has a lane to each expert worker",
+        )
     if values["router.max_running"] > values["router.max_step_tokens"]:
         refuse(
             "router.max_running",

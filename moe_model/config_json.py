@@ -20,9 +20,11 @@ def read_json_object(path: Path, why: str) -> dict[str, Any]:
         data = path.read_bytes()
     except FileNotFoundError:
         raise MissingFile(path, why) from None
+    except OSError as error:
+        raise CorruptFile(path, f"cannot be read: {error.strerror}") from None
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise CorruptFile(path, f"not a JSON object: {error}") from None
 
 

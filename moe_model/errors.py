@@ -101,3 +101,11 @@ class WrongDtype(CheckpointError):
         super().__init__(path, f"tensor {tensor} has dtype {found}, expected F32, F16 or BF16")
         self.tensor = tensor
         self.found = found
+
+
+class NotFinite(CheckpointError):
+    """A tensor holds NaN or infinity, so that no output could be right. Found when it is read."""
+
+    def __init__(self, path: Path, tensor: str) -> None:
+        super().__init__(path, f"tensor {tensor} holds NaN or infinite values")
+        self.tensor = tensor

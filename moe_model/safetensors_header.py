@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1}
+"""Those whose size is checked; a checkpoint may carry others, which are never read."""
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
 
 
@@ -59,7 +62,8 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
 def read_header(file: Path) -> tuple[bytes, Mapping[str, StoredTensor]]:
     """The raw header and the tensors it names; the file's size is checked against them.
 
-    Raises ``TruncatedFile`` and ``CorruptFile``.
+    Raises ``TruncatedFile`` and ``CorruptFile``, the latter also when sizes, types and places of
+    the tensors contradict each other.
     """
     size_bytes = file.stat().st_size
     with file.open("rb") as stream:
@@ -79,17 +83,29 @@ def read_header(file: Path) -> tuple[bytes, Mapping[str, StoredTensor]]:
     expected_bytes = _LENGTH.size + header_bytes + data_bytes
     if size_bytes < expected_bytes:
         raise TruncatedFile(file, size_bytes, expected_bytes)
+    if size_bytes > expected_bytes:
+        raise CorruptFile(file, f"{size_bytes - expected_bytes} bytes follow the last tensor")
     return header, tensors
 
 
 def _parse(file: Path, header: bytes) -> tuple[dict[str, StoredTensor], int]:
     table: dict[str, Any] = msgspec.json.decode(header, type=dict[str, Any])
     tensors = {}
-    end = 0
+    places = []
     for name, entry in table.items():
         if name == "__metadata__":
             continue
+        dtype = str(entry["dtype"])
         shape = tuple(int(size) for size in entry["shape"])
-        tensors[name] = StoredTensor(file=file, dtype=str(entry["dtype"]), shape=shape)
-        end = max(end, int(entry["data_offsets"][1]))
-    return tensors, end
+        begin, end = (int(offset) for offset in entry["data_offsets"])
+        needed = _DTYPE_BYTES.get(dtype, 0) * math.prod(shape)
+        if needed and needed != end - begin:
+            raise ValueError(f"{name} has {end - begin} bytes, {dtype} {list(shape)} is {needed}")
+        tensors[name] = StoredTensor(file=file, dtype=dtype, shape=shape)
+        places.append((begin, end, name))
+    data_bytes = 0
+    for begin, end, name in sorted(places):
+        if begin != data_bytes or end < begin:
+            raise ValueError(f"{name} lies at {begin} to {end}, expected from {data_bytes}")
+        data_bytes = end
+    return tensors, data_bytes

@@ -15,7 +15,7 @@ from rich.console import Console
 from compose.console import LauncherConsole
 from compose.holder import claim_mesh, release_mesh
 from compose.launcher import Launcher
-from compose.model import served_model
+from compose.model import check_workers, served_model
 from compose.options import Source, UsageError
 from compose.processes import compose, endpoints
 from mesh.rundir import RunDirError
@@ -61,11 +61,13 @@ def up(
         "mesh.gateways": gateways,
         "gateway.port": port,
     }
-    settings = source.effective(flags, _FLAGS).settings
-    if settings.gateway.port == 0:
-        flags["gateway.port"] = _free_port(settings.gateway.host)
-        settings = source.effective(flags, _FLAGS).settings
-    name = served_model(settings)
+    effective = source.effective(flags, _FLAGS)
+    if effective.settings.gateway.port == 0:
+        flags["gateway.port"] = _free_port(effective.settings.gateway.host)
+        effective = source.effective(flags, _FLAGS)
+    settings = effective.settings
+    name, spec = served_model(settings)
+    check_workers(effective, spec)
     _check_ports(settings)
     specs = compose(
         settings,

@@ -58,17 +58,8 @@ class Utilities:
         else:
             text, special = self._render(request), bool(special)
         ids = await engine.tokenize(text, add_special_tokens=special)
-        names = [engine.model.tokenizer.token(id_) for id_ in ids]
-        return json_response(
-            encode(
-                Tokenized(
-                    len(ids),
-                    engine.model.context,
-                    ids,
-                    names if request.return_token_strs else None,
-                )
-            )
-        )
+        names = await engine.spell(ids) if request.return_token_strs else None
+        return json_response(encode(Tokenized(len(ids), engine.model.context, ids, names)))
 
     def _render(self, request: TokenizeRequest) -> str:
         template = self._engine.model.template
@@ -86,9 +77,7 @@ class Utilities:
         self._engine.model.check_name(request.model)
         if not all(0 <= id_ <= _MAX_TOKEN_ID for id_ in request.tokens):
             raise InvalidValue("tokens must be token ids.", param="tokens")
-        return json_response(
-            encode(Detokenized(self._engine.model.tokenizer.decode(request.tokens)))
-        )
+        return json_response(encode(Detokenized(await self._engine.detokenize(request.tokens))))
 
     async def tokenizer_info(self, http: Request) -> Response:  # noqa: ARG002
         """``tokenizer_config.json``, special tokens as strings, and the chat template in use."""

@@ -227,15 +227,15 @@ class Completions:
                 "prompt" if len(prompts) == 1 else f"prompt[{i}]",
                 add_special_tokens=request.add_special_tokens is not False,
             )
-            text = ""
-            if request.echo:
-                text = prompt if isinstance(prompt, str) else model.tokenizer.decode(ids)
             budget = max_tokens(
                 request,
                 prompt_tokens=len(ids),
                 context=model.context,
                 defaults=model.defaults,
             )
+            text = ""
+            if request.echo:
+                text = prompt if isinstance(prompt, str) else await self._engine.detokenize(ids)
             found.append(_Prompt(ids, text, isinstance(prompt, str), budget))
         return found
 

@@ -27,6 +27,7 @@ from gateway.errors import (
     BodyTooLarge,
     MethodNotAllowed,
     NotFound,
+    UnsupportedEncoding,
 )
 from gateway.generation import ClientGone
 from gateway.meters import Meters
@@ -34,6 +35,8 @@ from gateway.meters import Meters
 BODY_TIMEOUT_S = 30.0
 _CUT_OFF = 8
 """How many times the accepted size a body may have to be read, and dropped, to its end."""
+_CLOSE = {"Connection": "close"}
+"""With an answer to a body that was not read to its end."""
 _KEPT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _QUIET = frozenset({"/health", "/ready", "/metrics"})
 """Probed every few seconds: logged at debug level only."""
@@ -50,7 +53,8 @@ def error_response(error: ApiError) -> Response:
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The whole body.
 
-    Raises ``BodyTooLarge``, ``BodyTimeout``, or ``ClientGone`` when the client left before its end.
+    Raises ``BodyTooLarge``, ``BodyTimeout``, ``UnsupportedEncoding``, or ``ClientGone`` when the
+    client left before its end.
     A body that is somewhat too large is read to its end, because most clients look for an answer
     only after they have sent all; one that is much too large is cut off.
     """
@@ -71,9 +75,18 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
                 else:
                     chunks.clear()
     except TimeoutError:
-        raise BodyTimeout(f"The body did not arrive within {BODY_TIMEOUT_S:g} s.") from None
+        raise BodyTimeout(
+            f"The body did not arrive within {BODY_TIMEOUT_S:g} s.", headers=_CLOSE
+        ) from None
     if size > max_bytes:
-        raise BodyTooLarge(f"The body has more than {max_bytes} bytes.")
+        raise BodyTooLarge(
+            f"The body has more than {max_bytes} bytes.", headers=_CLOSE if more else None
+        )
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise UnsupportedEncoding(
+            f"Content-Encoding {encoding!r} is not supported; send the body as it is."
+        )
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 

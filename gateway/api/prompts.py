@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.errors import InvalidType, InvalidValue
+from gateway.errors import InvalidType, InvalidValue, shown
 
 
 def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -29,7 +29,7 @@ def check_ids(ids: list[int], vocab_size: int, name: str) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
         raise InvalidValue(
-            f"{name}: token id {wrong} is not in the vocabulary (0 to {vocab_size - 1}).",
+            f"{name}: token id {shown(wrong)} is not in the vocabulary (0 to {vocab_size - 1}).",
             param=name,
         )
 

@@ -13,7 +13,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.errors import InvalidJson, InvalidType, UnknownField, UnsupportedField
+from gateway.errors import (
+    InvalidJson,
+    InvalidType,
+    InvalidValue,
+    UnknownField,
+    UnsupportedField,
+)
 
 _HARMLESS = frozenset(
     {
@@ -138,6 +144,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 T = TypeVar("T", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_parts = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 # "... - at `$.stream_options.include_usage`"
 _PLACE = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
 _FIELD = re.compile(r"field `(?P<name>[^`]+)`")
@@ -146,13 +153,13 @@ _FIELD = re.compile(r"field `(?P<name>[^`]+)`")
 def parse(body: bytes, kind: type[T]) -> T:
     """The request in ``body``.
 
-    Raises ``InvalidJson``, ``UnknownField``, ``UnsupportedField`` or ``InvalidType``, each with
-    ``param`` naming the field.
+    Raises ``InvalidJson``, ``UnknownField``, ``UnsupportedField``, ``InvalidType`` or
+    ``InvalidValue``, each with ``param`` naming the field.
     """
     try:
         fields = _decode_object(body)
     except msgspec.ValidationError:
-        raise InvalidJson("The body must be a JSON object.") from None
+        raise _unreadable(body) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidJson(f"The body is not valid JSON: {error}") from None
     known = kind.__struct_fields__
@@ -167,16 +174,41 @@ def parse(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
+        raise _invalid(str(error), fields) from None
 
 
-def _invalid(text: str) -> InvalidType:
+def _unreadable(body: bytes) -> InvalidJson | InvalidValue:
+    """Why well-formed JSON is no object of values: it is something else, or a number too large."""
+    try:
+        parts = _decode_parts(body)
+    except msgspec.ValidationError:
+        return InvalidJson("The body must be a JSON object.")
+    for name, part in parts.items():
+        try:
+            msgspec.json.decode(part)
+        except msgspec.ValidationError as error:
+            return InvalidValue(f"{name}: {_PLACE.sub('', str(error))}.", param=name)
+    return InvalidJson("The body is not accepted as JSON.")
+
+
+def _invalid(text: str, fields: Mapping[str, Any]) -> InvalidType:
     """A client's error out of msgspec's message, which ends with the JSON path."""
     place = _PLACE.search(text)
     path = place["path"] if place else ""
+    if path == "logit_bias[...]":  # msgspec does not say which key
+        path = f"logit_bias.{_first_no_number(fields['logit_bias'])}"
     what = text[: place.start()] if place else text
     if not path and (field := _FIELD.search(what)):  # "Object missing required field `prompt`"
         return InvalidType(f"{what}.", param=field["name"])
     if field := _FIELD.search(what):  # "Object contains unknown field `x`" inside an object
         path = f"{path}.{field['name']}"
     return InvalidType(f"{path}: {what}.", param=path or None)
+
+
+def _first_no_number(values: Mapping[str, Any]) -> str:
+    for key, value in values.items():
+        try:
+            msgspec.convert(value, float)
+        except msgspec.ValidationError:
+            return key
+    raise AssertionError("msgspec refused one of these")

@@ -144,5 +144,4 @@ def stream_options(request: CompletionRequest | ChatRequest) -> tuple[bool, bool
     options = request.stream_options
     if options is None:
         return False, False
-    include = bool(options.include_usage)
-    return include, include and bool(options.continuous_usage_stats)
+    return bool(options.include_usage), bool(options.continuous_usage_stats)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from gateway.api.requests import ChatRequest, CompletionRequest
-from gateway.errors import ContextTooLong, InvalidType, InvalidValue
+from gateway.errors import ContextTooLong, InvalidType, InvalidValue, shown
 from mesh.messages import Sampling
 
 MAX_LOGPROBS = 20
@@ -17,13 +17,14 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 _SEED_MASK = 2**63 - 1
 _DEFAULT_COMPLETION_TOKENS = 16
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 class Range(msgspec.Struct, frozen=True):
     """Accepted values of a number: ``low`` to ``high``, or -1 where ``or_minus_one``."""
 
     low: float
-    high: float = math.inf
+    high: float
     low_open: bool = False
     or_minus_one: bool = False
 
@@ -31,13 +32,13 @@ class Range(msgspec.Struct, frozen=True):
         """Raise ``InvalidValue`` naming ``name`` unless ``value`` is accepted."""
         if self.or_minus_one and value == -1:
             return
-        # Written so that NaN fails.
+        # Comparisons only: NaN fails them, and integers may be too large for a float.
         low_ok = value > self.low if self.low_open else value >= self.low
-        if not (low_ok and value <= self.high and math.isfinite(value)):
-            bound = f"more than {self.low:g}" if self.low_open else f"at least {self.low:g}"
-            if math.isfinite(self.high):
-                bound += f" and at most {self.high:g}"
-            raise InvalidValue(f"{name} must be {bound}, got {value:g}.", param=name)
+        if not (low_ok and value <= self.high):
+            bound = f"more than {self.low}" if self.low_open else f"at least {self.low}"
+            raise InvalidValue(
+                f"{name} must be {bound} and at most {self.high}, got {shown(value)}.", param=name
+            )
 
 
 _RANGES: Mapping[str, Range] = {
@@ -76,8 +77,16 @@ def check_ranges(request: CompletionRequest | ChatRequest) -> None:
         value = getattr(request, name)
         if value is not None and name in _RANGES:
             _RANGES[name].check(name, value)
-    if request.stream_options is not None and not request.stream:
+    options = request.stream_options
+    if options is None:
+        return
+    if not request.stream:
         raise InvalidValue("stream_options needs stream=true.", param="stream_options")
+    if options.continuous_usage_stats and not options.include_usage:
+        raise InvalidValue(
+            "stream_options.continuous_usage_stats needs include_usage=true.",
+            param="stream_options.continuous_usage_stats",
+        )
 
 
 def stop_strings(request: CompletionRequest | ChatRequest) -> tuple[str, ...]:
@@ -187,7 +196,7 @@ def _given(value: Any, default: Any) -> Any:
 def _check_token(token: int, vocab_size: int, name: str) -> None:
     if not 0 <= token < vocab_size:
         raise InvalidValue(
-            f"{name}: token id {token} is not in the vocabulary (0 to {vocab_size - 1}).",
+            f"{name}: token id {shown(token)} is not in the vocabulary (0 to {vocab_size - 1}).",
             param=name,
         )
 
@@ -195,12 +204,11 @@ def _check_token(token: int, vocab_size: int, name: str) -> None:
 def _logit_bias(bias: Mapping[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
     pairs = []
     for key, value in (bias or {}).items():
-        try:
-            token = int(key)
-        except ValueError:
+        if not _TOKEN_ID.fullmatch(key):
             raise InvalidType(
-                f"logit_bias: keys are token ids, got {key!r}.", param="logit_bias"
-            ) from None
+                f"logit_bias: keys are token ids, got {shown(repr(key))}.", param="logit_bias"
+            )
+        token = int(key)
         _check_token(token, vocab_size, "logit_bias")
         _LOGIT_BIAS.check("logit_bias", value)
         pairs.append((token, value))

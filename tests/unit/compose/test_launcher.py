@@ -8,6 +8,7 @@ import sys
 import pytest
 from rich.console import Console
 
+from compose.child import Child
 from compose.console import LauncherConsole
 from compose.launcher import Launcher
 from compose.processes import ProcessSpec
@@ -181,3 +182,37 @@ def test_a_second_signal_kills_at_once(tmp_path):
 
     code, _ = launch(tmp_path, [spec], scenario, grace_s=1000)
     assert code == 0
+
+
+def test_a_signal_while_children_are_started_stops_further_starts(tmp_path, journal, monkeypatch):
+    started = []
+    start = Child.start
+
+    async def noted(self):
+        started.append(self.spec.id)
+        if len(started) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        await start(self)
+
+    monkeypatch.setattr(Child, "start", noted)
+
+    async def scenario(screen):
+        await screen.shows("stopped")
+
+    specs = [obedient(f"expert-{index}", journal) for index in range(12)]
+    assert launch(tmp_path, specs, scenario)[0] == 0
+    assert len(started) <= 2
+
+
+def test_an_ignored_hang_up_stays_ignored(tmp_path, journal):
+    async def scenario(screen):
+        await screen.shows("up.planner")
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)  # a second signal of one that stops would kill
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert launch(tmp_path, [obedient("planner", journal)], scenario)[0] == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert journal.read_text().split() == ["planner"]

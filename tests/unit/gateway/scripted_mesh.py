@@ -41,6 +41,7 @@ from mesh.messages import (
     Ping,
     Placement,
     Pong,
+    Refused,
     Rejected,
     Submit,
     Tokens,
@@ -270,6 +271,11 @@ class ScriptedPlanner:
         self.version = 1
         for peer in self.peers:
             self.link.send(peer, Unknown())
+
+    def fence(self) -> None:
+        """Refuse all members for good."""
+        for peer in self.peers:
+            self.link.send(peer, Refused(reason="fenced by the test"))
 
     async def _receive(self) -> None:
         with suppress(LinkClosed):

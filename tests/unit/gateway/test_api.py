@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from mesh.messages import Rejected
-from tests.unit.gateway.scripted_mesh import STORY, Script, wait_until
+from tests.unit.gateway.scripted_mesh import MODEL, STORY, Script, wait_until
 
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]
 CHAT = {"model": "tales", "messages": MESSAGES, "max_tokens": 200}
@@ -146,7 +146,10 @@ def test_a_stop_string_across_tokens_ends_the_text_and_the_sequence(mesh, client
 def test_defaults_come_from_the_checkpoint(mesh, client):
     client.chat.completions.create(model="tales", messages=MESSAGES)
     sampling = submits(mesh)[0].sampling
-    assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.8, 0.95, 200)
+    given = json.loads((MODEL / "generation_config.json").read_text())
+    assert sampling.temperature == given["temperature"]
+    assert sampling.top_p == given["top_p"]
+    assert sampling.max_tokens == given["max_new_tokens"]
 
 
 def test_absent_seeds_differ(mesh, client):
@@ -266,6 +269,14 @@ def test_a_prompt_that_fills_the_context_is_scored(mesh, client):
     assert answer.choices[0].finish_reason == "length"
 
 
+def test_echo_of_a_prompt_that_fills_the_context(mesh):
+    body = {"prompt": [5] * 1024, "echo": True, "max_tokens": 0, "logprobs": 0}
+    status, _, answer = post(mesh, "/v1/completions", body)
+    assert status == 200
+    assert answer["choices"][0]["text"] == mesh.tokenizer.decode([5] * 1024)
+    assert answer["usage"] == answer["usage"] | {"prompt_tokens": 1024, "completion_tokens": 0}
+
+
 def test_echo_of_a_text_has_no_special_tokens(mesh, client):
     answer = client.completions.create(**COMPLETION | {"echo": True, "max_tokens": 3})
     assert answer.choices[0].text == "Once" + mesh.tokenizer.decode(mesh.story[:3])
@@ -335,6 +346,24 @@ def test_best_of_keeps_the_likeliest(mesh, client):
             "max_tokens",
         ),
         ("/v1/completions", {"prompt": "x", "n": 17}, 400, "invalid_value", None),
+        ("/v1/completions", {"prompt": "x", "logprobs": 10**400}, 400, "invalid_value", "logprobs"),
+        ("/v1/completions", {"prompt": "x", "best_of": 10**400}, 400, "invalid_value", "best_of"),
+        ("/v1/completions", {"prompt": [10**400]}, 400, "invalid_value", "prompt"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "stop_token_ids": [10**400]},
+            400,
+            "invalid_value",
+            "stop_token_ids",
+        ),
+        ("/v1/chat/completions", CHAT | {"seed": 10**400}, 400, "invalid_value", "seed"),
+        (
+            "/v1/chat/completions",
+            CHAT | {"max_tokens": 10**400},
+            400,
+            "invalid_value",
+            "max_tokens",
+        ),
         ("/v1/nothing", {}, 404, "not_found", None),
         ("/health", {}, 405, "method_not_allowed", None),
     ],
@@ -361,6 +390,31 @@ def test_a_body_too_large_is_refused(mesh):
     status, _, answer = post(mesh, "/v1/completions", b" " * 5_000_000)
     assert status == 413
     assert answer["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "a" * 100_000}, "prompt"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a" * 100_000}]},
+            "messages",
+        ),
+    ],
+)
+def test_a_text_that_cannot_fit_is_refused_by_its_length(mesh, path, body, param):
+    status, _, answer = post(mesh, path, body)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert answer["error"]["param"] == param
+    assert re.search(r"1024 tokens; the prompt's \d+ characters", answer["error"]["message"])
+
+
+def test_a_compressed_body_is_refused(mesh):
+    encoded = {"Content-Encoding": "gzip"}
+    status, _, answer = post(mesh, "/v1/completions", COMPLETION, encoded)
+    assert (status, answer["error"]["code"]) == (415, "unsupported_encoding")
+    assert post(mesh, "/v1/completions", COMPLETION, {"Content-Encoding": "identity"})[0] == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

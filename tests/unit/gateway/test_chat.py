@@ -25,6 +25,12 @@ def test_template_sees_messages_and_special_tokens():
     assert render(CHATML, [user(" hi ")]) == "<s><|user|>hi<|assistant|>"
 
 
+@pytest.mark.parametrize("failing", ["{{ 1 / n }}", "{{ n ** -1 }}", "{{ (2 ** 5000) / 1.5 }}"])
+def test_arithmetic_that_fails_is_the_requests_fault(failing):
+    with pytest.raises(InvalidRequest, match="fails on this conversation"):
+        render(failing, [user("hi")], n=0)
+
+
 def test_text_parts_are_joined():
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert plain_messages([user(parts)]) == [user("one\ntwo")]
@@ -92,3 +98,15 @@ def test_templates_are_found_where_checkpoints_keep_them(tmp_path):
     assert find_template(tmp_path, {"chat_template": "a"}).source == "j"
     (tmp_path / "chat_template.jinja").write_text("file")
     assert find_template(tmp_path, {"chat_template": "a"}).source == "file"
+
+
+@pytest.mark.parametrize("listed", [["x"], [{"name": "default"}], [{"name": [], "template": ""}]])
+def test_a_broken_list_of_templates_is_refused(tmp_path, listed):
+    with pytest.raises(TokenizerError, match="chat_template"):
+        find_template(tmp_path, {"chat_template": listed})
+
+
+def test_a_template_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja"):
+        find_template(tmp_path, {})

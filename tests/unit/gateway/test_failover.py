@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from mesh.messages import Placement, Rejected
+from mesh.supervise import ExitCode
 from moe_model.spec import serving_digest
 from tests.unit.gateway.scripted_mesh import (
     DEADLINE_S,
@@ -214,6 +215,22 @@ def test_a_stream_that_outlasts_the_grace_ends_with_an_error(own_mesh):
     thread.join(DEADLINE_S)
     assert "stopping" in results["error"].message
     wait_until(own_mesh.idle, "the sequence is cancelled")
+
+
+def test_clients_of_a_fenced_gateway_hear_of_it(own_mesh):
+    own_mesh.add_router("router-0")
+    own_mesh.start_gateway()
+    own_mesh.wait_ready()
+    own_mesh.answer = lambda _: Script(own_mesh.story, hold_after=7)
+    results = {}
+    thread = ask(own_mesh, results)
+    wait_until(lambda: results.get("so far"), "the first tokens")
+    own_mesh.call(own_mesh.planner.fence)
+    assert own_mesh.gateway.wait(DEADLINE_S) == ExitCode.REFUSED
+    thread.join(DEADLINE_S)
+    assert "stopping" in results["error"].message
+    assert "Traceback" not in own_mesh.log_path.read_text()
+    assert "fenced by the test" in own_mesh.log_path.read_text()
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6")

@@ -68,7 +68,9 @@ def test_unknown_fields_are_named():
         ({"n": True}, "n"),
         ({"stream": 1}, "stream"),
         ({"stop": [1]}, "stop[0]"),
-        ({"logit_bias": {"5": "x"}}, "logit_bias[...]"),
+        ({"logit_bias": {"4": 1, "5": "x"}}, "logit_bias.5"),
+        ({"logit_bias": {"4": 1, "5": 10**400}}, "logit_bias.5"),
+        ({"temperature": 10**400}, "temperature"),
         ({"stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
         ({"stream_options": {"more": 3}}, "stream_options.more"),
         ({"prompt": 3}, "prompt"),
@@ -91,6 +93,19 @@ def test_a_missing_field_is_named():
 def test_what_is_no_json_object_is_refused(body):
     with pytest.raises(InvalidJson):
         parse(body, TokenizeRequest)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
+        (b'{"prompt": [%b]}' % (b"9" * 5000), "prompt"),
+    ],
+)
+def test_a_number_that_no_type_holds_is_named(body, param):
+    with pytest.raises(InvalidValue, match=f"{param}: .*out of range") as caught:
+        parse(body, CompletionRequest)
+    assert caught.value.param == param
 
 
 @pytest.mark.parametrize(
@@ -130,3 +145,5 @@ def test_ids_must_be_in_the_vocabulary():
     for wrong in ([10], [-1, 3], [2**70]):
         with pytest.raises(InvalidValue, match=str(wrong[0])):
             check_ids(wrong, 10, "prompt")
+    with pytest.raises(InvalidValue, match=r"\(4000 characters\)"):
+        check_ids([10**3999], 10, "prompt")

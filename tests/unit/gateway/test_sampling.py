@@ -51,12 +51,39 @@ def budget(request, prompt_tokens=10, context=100):
         ("repetition_penalty", 0.0),
         ("min_tokens", -1),
         ("seed", 2**63),
+        ("n", 10**400),
+        ("top_k", 10**400),
+        ("min_tokens", -(10**400)),
+        ("seed", 10**400),
     ],
 )
 def test_values_out_of_range_are_named(name, bad):
     with pytest.raises(InvalidValue, match=name) as caught:
         rules.check_ranges(completion(**{name: bad}))
     assert caught.value.param == name
+
+
+def test_bounds_and_values_are_shown_as_people_write_them():
+    with pytest.raises(InvalidValue, match=r"at least 0 and at most 2147483647, got 2147483648\."):
+        rules.check_ranges(completion(top_k=2**31))
+    with pytest.raises(InvalidValue, match=r"got -0\.1\."):
+        rules.check_ranges(completion(top_p=-0.1))
+    with pytest.raises(InvalidValue, match=r"got 90+\.\.\. \(400 characters\)\."):
+        rules.check_ranges(completion(n=9 * 10**399))
+
+
+@pytest.mark.parametrize("max_tokens", [10**400, -(10**400)])
+def test_absurd_budgets_are_refused(max_tokens):
+    with pytest.raises(InvalidValue, match="max_tokens"):
+        budget(completion(max_tokens=max_tokens))
+
+
+def test_continuous_usage_needs_usage():
+    with pytest.raises(InvalidValue, match="include_usage") as caught:
+        rules.check_ranges(
+            completion(stream=True, stream_options=StreamOptions(continuous_usage_stats=True))
+        )
+    assert caught.value.param == "stream_options.continuous_usage_stats"
 
 
 def test_the_edges_of_the_ranges_are_accepted():
@@ -92,6 +119,12 @@ def test_logit_bias_maps_token_ids():
     ("fields", "error"),
     [
         ({"logit_bias": {"x": 1}}, InvalidType),
+        ({"logit_bias": {" 5": 1}}, InvalidType),
+        ({"logit_bias": {"1_0": 1}}, InvalidType),
+        ({"logit_bias": {"05": 1}}, InvalidType),
+        ({"logit_bias": {"-1": 1}}, InvalidType),
+        ({"logit_bias": {"\u0665": 1}}, InvalidType),
+        ({"logit_bias": {"9" * 5000: 1}}, InvalidType),
         ({"logit_bias": {"100": 1}}, InvalidValue),
         ({"logit_bias": {"1": 101}}, InvalidValue),
         ({"stop_token_ids": [100]}, InvalidValue),

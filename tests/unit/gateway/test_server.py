@@ -1,11 +1,16 @@
 """The HTTP server over real sockets, with clients that do not read."""
 
 import asyncio
+import json
 import socket
 
 import pytest
+from starlette.requests import Request
 from uvicorn.server import ServerState
 
+from gateway.api import http
+from gateway.api.http import error_response, read_body
+from gateway.errors import ApiError
 from gateway.server import Connection, Server
 
 DEADLINE_S = 15
@@ -16,18 +21,22 @@ class Impatient(Connection):
     stalled_s = 0.05
 
 
+class Hasty(Connection):
+    head_s = 0.5
+
+
 async def until_gone(receive):
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def run(app, client):
+def run(app, client, connection=Impatient):
     """Serve ``app`` while ``client(address)`` runs; returns what it returns."""
 
     async def main():
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.setblocking(False)
-            server = Server(app, grace_s=1, connection=Impatient)
+            server = Server(app, grace_s=1, connection=connection)
             async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
                 tasks.create_task(server.serve(sockets=[listener]))
                 try:
@@ -58,6 +67,91 @@ def test_a_client_that_stops_reading_is_dropped():
             await ended.wait()
 
     run(app, client)
+
+
+async def read_the_body(scope, receive, send):
+    try:
+        await read_body(Request(scope, receive), 100)
+    except ApiError as error:
+        await error_response(error)(scope, receive, send)
+
+
+async def refuse_at_once(scope, receive, send):
+    await error_response(ApiError("no"))(scope, receive, send)
+
+
+def answers(app, sent, connection=Hasty):
+    """All that the server sends to a client that sends ``sent`` and then only listens."""
+
+    async def client(address):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(sent)
+        found = await reader.read()  # to the end: the server must close
+        writer.close()
+        return found
+
+    return run(app, client, connection)
+
+
+def split(answer):
+    """(status, JSON) of the one answer in ``answer``."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head.lower().split(b"\r\n")
+    assert b"content-type: application/json" in head.split(b"\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n"
+
+
+def test_a_body_that_does_not_come_is_answered_and_the_connection_closed(monkeypatch):
+    monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.05)
+    status, error = split(answers(read_the_body, POST + b"{", Impatient))
+    assert (status, error["code"]) == (408, "request_timeout")
+
+
+def test_a_body_that_is_cut_off_closes_the_connection():
+    chunk = b"400\r\n" + bytes(0x400) + b"\r\n"
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    status, error = split(answers(read_the_body, head + chunk, Impatient))
+    assert (status, error["code"]) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize("sent", [b"GET / HT", b"GET / HTTP/1.1\r\nHost"])
+def test_half_a_head_is_answered_and_the_connection_closed(sent):
+    status, error = split(answers(None, sent))
+    assert (status, error["code"]) == (408, "request_timeout")
+
+
+def test_half_a_second_head_closes_the_connection_too():
+    found = answers(refuse_at_once, REQUEST + b"GET / HT")
+    first, _, second = found.partition(b"HTTP/1.1 408")
+    assert first.startswith(b"HTTP/1.1 500")
+    assert second
+
+
+def test_a_silent_connection_is_closed():
+    assert answers(None, b"") == b""
+
+
+def test_a_body_that_nobody_waited_for_must_end_too():
+    assert answers(refuse_at_once, POST + b"{").startswith(b"HTTP/1.1 500")
+
+
+def test_what_is_no_http_gets_an_error_object():
+    status, error = split(answers(None, b"no http\r\n\r\n", Impatient))
+    assert (status, error["code"]) == (400, "invalid_http")
+
+
+def test_an_endpoint_may_take_longer_than_a_head():
+    async def slow(scope, receive, send):
+        await asyncio.sleep(1.5 * Hasty.head_s)
+        await refuse_at_once(scope, receive, send)
+
+    # The second head is begun while the first request is still answered.
+    found = answers(slow, REQUEST + b"GET / HT")
+    assert found.startswith(b"HTTP/1.1 500")
+    assert b"HTTP/1.1 408" in found
 
 
 class Transport(asyncio.Transport):
@@ -101,9 +195,10 @@ class Timers:
 
 @pytest.fixture
 def connection():
-    """A connection over ``Transport`` whose buffer has just filled."""
+    """A connection over ``Transport``, its request read, whose buffer has just filled."""
     found = Connection(Server(None, grace_s=1).config, ServerState(), {}, _loop=Timers())
     found.connection_made(Transport())
+    found.loop.due.clear()
     found.pause_writing()
     return found
 

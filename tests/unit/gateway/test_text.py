@@ -1,6 +1,9 @@
 import functools
 import json
 import shutil
+import sys
+import threading
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -51,6 +54,44 @@ def test_streamed_text_is_the_whole_text(tokenizer, text):
 def test_no_piece_holds_half_a_character(tokenizer, text):
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert not any("\ufffd" in piece for piece in stream(tokenizer, ids))
+
+
+def test_a_long_text_has_the_tokens_of_its_parts(tokenizer):
+    part = "Once upon a time, \u20ac.\n"
+    ids = tokenizer.encode(part, add_special_tokens=False)
+    long = part * 500
+    assert tokenizer.takes_long(long)
+    assert tokenizer.encode(long, add_special_tokens=False) == ids * 500
+    assert tokenizer.decode(ids * 500) == long
+
+
+@pytest.mark.parametrize("way", ["encode", "decode"])
+def test_long_texts_let_other_threads_run(tokenizer, way):
+    text = "Once upon a time, there was a lighthouse. " * 5_000
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    ticks, seen, done = 0, [], threading.Event()
+
+    def work():
+        seen.append(ticks)
+        if way == "encode":
+            tokenizer.encode(text, add_special_tokens=False)
+        else:
+            tokenizer.decode(ids)
+        seen.append(ticks)
+        done.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # nobody is made to give way: only the tokenizer itself can
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        while not done.is_set():
+            ticks += 1
+            time.sleep(0)
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert seen[1] > seen[0]
 
 
 @settings(max_examples=100, deadline=None)

@@ -81,6 +81,9 @@ def test_numbers_are_accepted_where_words_are_choices(tmp_path: Path) -> None:
         ("[mesh]\nname = '../x'\n", r"mesh\.name = '\.\./x' .*expected 1 to 40 letters"),
         ("[mesh]\nrun_dir = 'here'\n", r"mesh\.run_dir = 'here' .*absolute path"),
         ("[router]\nmax_running = 600\n", r"router\.max_running = 600 .*max_step_tokens = 512"),
+        ("[mesh]\ngateways = 65\n", r"mesh\.gateways = 65 .*expected 1 to 64"),
+        ("[mesh]\nrouters = 65\n", r"mesh\.routers = 65 .*expert\.max_lanes = 64"),
+        ("[mesh]\ngateways = 2\n[gateway]\nport = 65535\n", r"port = 65535 .*at most 65534"),
         ("[planner]\nheartbeat_ms = 1000\n", r"suspect_after_ms = 1500 .*2000"),
         ("[planner]\ndead_after_ms = 1500\n", r"dead_after_ms = 1500 .*suspect_after_ms = 1500"),
         ("[gateway]\nrequest_timeout_s = inf\n", r"request_timeout_s = inf .*more than 0"),
@@ -109,6 +112,22 @@ def test_an_unknown_variable_of_ours_is_refused() -> None:
         load(None, {}, {"MOEMESH_ROUTER_THREAD": "1"})
     assert caught.value.source == "environment MOEMESH_ROUTER_THREAD"
     load(None, {}, {"MOEMESHX": "1", "PATH": "/bin"})
+
+
+@pytest.mark.parametrize(
+    ("variable", "setting"),
+    [
+        ("MOEMESH_ROUTER_FOO", None),
+        ("MOEMESH_FOO", None),
+        ("MOEMESH_ROUTR_THREADS", "MOEMESH_ROUTER_THREADS"),
+        ("MOEMESH_EXPERT_CAPACITY_TOKENS", "MOEMESH_ROUTER_CAPACITY_TOKENS"),
+    ],
+)
+def test_only_a_close_setting_is_suggested(variable: str, setting: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, {}, {variable: "1"})
+    suggestion = f"; did you mean {setting}?" if setting else ""
+    assert caught.value.expected == "no such setting" + suggestion
 
 
 def test_an_unknown_flag_is_refused() -> None:

@@ -12,6 +12,7 @@ from moe_model.errors import (
     CorruptFile,
     MissingFile,
     MissingTensor,
+    NotFinite,
     TruncatedFile,
     UnsafeFormat,
     WrongDtype,
@@ -96,4 +97,40 @@ def test_pickles_are_refused_and_nothing_is_missing(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(UnsafeFormat):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 7, 66])
+def test_a_tensor_that_is_not_finite_is_named(
+    tmp_path: Path, dtype: torch.dtype, value: float, place: int
+) -> None:
+    bad = torch.randn(67).to(dtype)
+    bad[place] = value
+    save_file({"good": torch.randn(67).to(dtype), "bad": bad}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        checkpoint.read(TensorRef("good", (67,)))
+        with pytest.raises(NotFinite, match="tensor bad holds NaN or infinite"):
+            checkpoint.read(TensorRef("bad", (67,)))
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ('{"dtype":"I16","shape":[2],"data_offsets":[0,8]}', "8 bytes, I16"),
+        ('{"dtype":"F32","shape":[3],"data_offsets":[0,8]}', "8 bytes, F32"),
+        ('{"dtype":"F32","shape":[1],"data_offsets":[4,8]}', "lies at 4"),
+        ('{"dtype":"F32","shape":[1],"data_offsets":[0,4]}', "4 bytes follow"),
+        ('{"dtype":"XYZ","shape":[2],"data_offsets":[0,8]}', "header cannot be read"),
+        ('{"dtype":"F32","shape":[2],"data_offsets":[0]}', "header cannot be read"),
+    ],
+)
+def test_a_header_that_contradicts_itself_is_refused(
+    tmp_path: Path, entry: str, reason: str
+) -> None:
+    header = f'{{"a":{entry}}}'.encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(8)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(CorruptFile, match=reason):
         Checkpoint(tmp_path)
