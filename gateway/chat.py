@@ -7,32 +7,19 @@ renders it: the same options, filters and globals.
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 
 from gateway.errors import InvalidRequest
 from gateway.text import TokenizerError
+from moe_model.errors import CheckpointError
+from moe_model.text_files import read_chat_template, template_environment
 
 _TEXT_PARTS = ("text", "input_text")
 _ROLES = ("system", "developer", "user", "assistant")
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}`` marks the assistant's words for training; here it is transparent."""
-
-    tags = {"generation"}  # noqa: RUF012 Jinja declares it an instance attribute
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class _TemplateRefusedError(Exception):
@@ -47,18 +34,6 @@ def _strftime_now(form: str) -> str:
     return datetime.datetime.now().astimezone().strftime(form)
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
 class ChatTemplate:
     """A compiled chat template.
 
@@ -67,12 +42,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, config: Mapping[str, Any]) -> None:
         """Compile ``source``; raises ``TokenizerError`` when it is no valid template."""
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_GenerationTag, jinja2.ext.loopcontrols],
-        )
-        environment.filters["tojson"] = _tojson
+        environment = template_environment()
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
@@ -123,34 +93,13 @@ class ChatTemplate:
 def find_template(path: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
     """The chat template of the checkpoint at ``path``, or None if it has none.
 
-    Looks where Hugging Face writes it: ``chat_template.jinja``, ``chat_template.json``,
-    ``tokenizer_config.json`` (a template, or a list of named ones of which "default" is taken).
-    Raises ``TokenizerError`` for one that cannot be used.
+    ``config``: as ``Tokenizer.config``. Raises ``TokenizerError`` for one that cannot be used.
     """
-    jinja_file = path / "chat_template.jinja"
-    json_file = path / "chat_template.json"
-    source: Any = config.get("chat_template")
-    if jinja_file.is_file():
-        try:
-            source = jinja_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TokenizerError(f"{jinja_file}: {error}") from error
-    elif json_file.is_file():
-        try:
-            source = json.loads(json_file.read_text(encoding="utf-8"))["chat_template"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise TokenizerError(f"{json_file}: no chat_template in it") from error
-    if isinstance(source, list):
-        try:
-            named = {entry["name"]: entry["template"] for entry in source}
-        except (KeyError, TypeError) as error:
-            raise TokenizerError("chat_template: expected entries of name and template") from error
-        source = named.get("default")
-    if source is None:
-        return None
-    if not isinstance(source, str):
-        raise TokenizerError(f"chat_template: expected a string, found {type(source).__name__}")
-    return ChatTemplate(source, config)
+    try:
+        source = read_chat_template(path, config)
+    except CheckpointError as error:
+        raise TokenizerError(str(error)) from error
+    return None if source is None else ChatTemplate(source, config)
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

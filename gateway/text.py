@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
-from tokenizers import Tokenizer as _Tokenizer
-
 from gateway.byte_level import BYTE_OF_CHAR
 from gateway.token_length import longest_token
+from moe_model.errors import CheckpointError
+from moe_model.text_files import read_tokenizer, read_tokenizer_config
 
 _SPACE_MARK = "\u2581"  # SentencePiece writes a space as this
 _TABLE_LIMIT = 65_536
@@ -49,16 +48,13 @@ class Tokenizer:
 
     def __init__(self, path: Path) -> None:
         """Read the files under ``path``; raises ``TokenizerError`` naming the file."""
-        file = path / "tokenizer.json"
-        if not file.is_file():
-            raise TokenizerError(f"{file}: not found; a fast tokenizer file is needed")
         try:
-            self._tokenizer = _Tokenizer.from_file(str(file))
-        except Exception as error:
-            raise TokenizerError(f"{file}: {error}") from error
+            self._tokenizer = read_tokenizer(path)
+            self.config = read_tokenizer_config(path)
+        except CheckpointError as error:
+            raise TokenizerError(str(error)) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.config = _read_config(path / "tokenizer_config.json")
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(id_ for id_, token in added.items() if token.special)
         self._added = {id_: token.content for id_, token in added.items()}
@@ -137,20 +133,6 @@ class Tokenizer:
                 return bytes([int(token[3:5], 16)])
             return token.replace(_SPACE_MARK, " ").encode()
         return self._tokenizer.decode([id_], skip_special_tokens=False).encode()
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except (msgspec.DecodeError, OSError) as error:
-        raise TokenizerError(f"{file}: {error}") from error
-    for key, value in config.items():
-        # Special tokens are strings or the dump of an AddedToken.
-        if key.endswith("_token") and isinstance(value, Mapping):
-            config[key] = value.get("content")
-    return config
 
 
 def _alphabet(decoder: Any) -> str:

@@ -6,7 +6,9 @@ Import layers, each over those below it::
     forward          model
     experts          attention  gate  layers  plan  kv_cache  rope
     checkpoint       (needs torch from here up)
+    inventory  text_files
     spec  tensors  families  safetensors_header  config_json  architecture  errors
 
-Gateways and planners import only ``spec``, ``errors`` and ``shipped``, none of which needs torch.
+Gateways and planners import only ``spec``, ``errors``, ``shipped`` and ``text_files``, none of
+which needs torch.
 """
