@@ -67,8 +67,8 @@ class Blocks(RuleBasedStateMachine):
     def distrust(self, owner: int) -> None:
         tokens, table = self.tables[owner]
         self.manager.forget(table)
-        if table and len(tokens) >= SIZE:
-            assert self.manager.match(keys_of(tokens)) == []
+        # Another owner may have written and published the same tokens since.
+        assert not set(self.manager.match(keys_of(tokens))) & set(table)
 
     @rule(owner=owners)
     def holders_keep_their_content(self, owner: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -234,8 +235,11 @@ class EngineMesh:
         )
 
     def wait(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 20.0
         with self._news:
-            assert self._news.wait_for(condition, 20.0), "the engine does not get there"
+            while not condition():
+                assert time.monotonic() < deadline, "the engine does not get there"
+                self._news.wait(0.02)  # its state changes without news as well
 
     def finish(self, *names: str) -> list[Sequence]:
         """Wait until the sequences are over."""

@@ -35,7 +35,8 @@ def all_is_free(mesh) -> None:
     mesh.wait(lambda: mesh.engine.state.running + mesh.engine.state.waiting == 0)
     state = mesh.engine.state
     assert state.kv_blocks_free == state.kv_blocks_total
-    assert state.lane_slots_in_use == 0
+    # A worker may still answer a part that nobody waits for any more.
+    mesh.wait(lambda: mesh.engine.state.lane_slots_in_use == 0)
 
 
 @pytest.mark.parametrize(
