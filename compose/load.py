@@ -45,7 +45,8 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     decode: float
     """Tokens after every stream had its first / the time they took."""
     steady: float
-    """Streams / median gap between tokens: the rate while all of them decode."""
+    """Streams / median gap between chunks x tokens a chunk: the rate while all of them decode."""
+    tokens_a_chunk: float
     ttft_ms: float
     gap_p99_ms: float
 
@@ -81,7 +82,7 @@ async def run_level(
     ]
     async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(_stream(url, body)) for body in bodies]
-    return _measure([task.result() for task in running])
+    return measure([task.result() for task in running])
 
 
 async def _stream(url: str, body: dict[str, Any]) -> Stream:
@@ -116,7 +117,8 @@ async def _stream(url: str, body: dict[str, Any]) -> Stream:
     return stream
 
 
-def _measure(streams: list[Stream]) -> Level:
+def measure(streams: list[Stream]) -> Level:
+    """Rates of streams that ran together. Raises ``LoadError`` for one without a token."""
     if not all(stream.arrivals for stream in streams):
         raise LoadError("a stream ended without a token")
     gaps = sorted(
@@ -128,13 +130,16 @@ def _measure(streams: list[Stream]) -> Level:
     last = max(stream.arrivals[-1] for stream in streams)
     late = sum(arrival > first for stream in streams for arrival in stream.arrivals)
     total = sum(stream.tokens for stream in streams)
+    # A chunk may carry several tokens: the last ones' usage says how many on the whole.
+    per_chunk = total / sum(len(stream.arrivals) for stream in streams)
     waits = [stream.arrivals[0] - stream.started for stream in streams]
     return Level(
         streams=len(streams),
         tokens=total,
         overall=round(total / (last - min(stream.started for stream in streams)), 2),
-        decode=round(late / (last - first), 2) if last > first else 0.0,
-        steady=round(len(streams) / statistics.median(gaps), 2) if gaps else 0.0,
+        decode=round(late * per_chunk / (last - first), 2) if last > first else 0.0,
+        steady=round(len(streams) * per_chunk / statistics.median(gaps), 2) if gaps else 0.0,
+        tokens_a_chunk=round(per_chunk, 3),
         ttft_ms=round(statistics.median(waits) * 1e3, 1),
         gap_p99_ms=round(gaps[int(len(gaps) * 0.99)] * 1e3, 1) if gaps else 0.0,
     )

@@ -36,21 +36,31 @@ def complete(mesh: Mesh, index: int) -> Any:
 
 @pytest.mark.parametrize("victim", ["expert-1", "router-0"])
 def test_a_killed_process_costs_no_request_and_no_token(mesh: Mesh, victim: str) -> None:
-    wanted = [complete(mesh, index) for index in range(STREAMS)]
     pid = next(m["pid"] for m in mesh.status()["members"] if m["id"] == victim)
     with ThreadPoolExecutor(STREAMS) as pool:
+        wanted = list(pool.map(lambda index: complete(mesh, index), range(STREAMS)))
         running = [pool.submit(complete, mesh, index) for index in range(STREAMS)]
-        mesh.wait_for(lambda: _running(mesh) >= STREAMS // 2, "the streams to run")
+        mesh.wait_for(lambda: _figure(mesh, "num_requests_running") == STREAMS, "all to run")
         os.kill(pid, signal.SIGKILL)
         got = [future.result() for future in running]
     for one, want in zip(got, wanted, strict=True):
         assert one["text"] == want["text"]
         assert one["logprobs"] == want["logprobs"]
+    # The death came while it mattered.
+    if victim == "router-0":
+        assert _figure(mesh, "num_requests_moved") > 0
+    else:
+        logs = (mesh.run_dir / "logs").glob("router-*.log")
+        assert any("lane.lost" in path.read_text() for path in logs)
     mesh.wait_for(lambda: _came_back(mesh, victim, pid), f"{victim} to come back")
 
 
-def _running(mesh: Mesh) -> int:
-    return sum((member["load"] or {}).get("running", 0) for member in mesh.members("router"))
+def _figure(mesh: Mesh, name: str) -> float:
+    """A gauge of the gateway."""
+    _status, page = mesh.get("/metrics")
+    return next(
+        float(line.split()[1]) for line in page.splitlines() if line.startswith(f"moemesh_{name} ")
+    )
 
 
 def _came_back(mesh: Mesh, victim: str, old_pid: int) -> bool:
