@@ -100,13 +100,6 @@ class MalformedHttp(InvalidRequest):
     code = "invalid_http"
 
 
-class HeadTimeout(InvalidRequest):
-    """The client did not send a request's head in time."""
-
-    status = 408
-    code = "request_timeout"
-
-
 class UnsupportedEncoding(InvalidRequest):
     """The body is compressed."""
 
@@ -133,8 +126,8 @@ class MethodNotAllowed(InvalidRequest):
     code = "method_not_allowed"
 
 
-class BodyTimeout(InvalidRequest):
-    """The client did not send its body in time."""
+class SlowRequest(InvalidRequest):
+    """The client did not send a request's head or body in time."""
 
     status = 408
     code = "request_timeout"

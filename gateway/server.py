@@ -12,7 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gateway.errors import ApiError, HeadTimeout, MalformedHttp
+from gateway.errors import ApiError, MalformedHttp, SlowRequest
 
 _KEEP_ALIVE_S = 65
 """Longer than the usual 60 s of load balancers, which must be the first to close."""
@@ -87,7 +87,7 @@ class Connection(HttpToolsProtocol):
             self._await_head()  # a pipelined head may wait for the answer before it
         elif self._in_head:
             self._refuse(
-                HeadTimeout(f"The request's head did not arrive within {self.head_s:g} s.")
+                SlowRequest(f"The request's head did not arrive within {self.head_s:g} s.")
             )
         else:
             self.transport.close()

@@ -23,10 +23,10 @@ from structlog.typing import FilteringBoundLogger
 from gateway.api.responses import error_frame
 from gateway.errors import (
     ApiError,
-    BodyTimeout,
     BodyTooLarge,
     MethodNotAllowed,
     NotFound,
+    SlowRequest,
     UnsupportedEncoding,
 )
 from gateway.generation import ClientGone
@@ -53,7 +53,7 @@ def error_response(error: ApiError) -> Response:
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The whole body.
 
-    Raises ``BodyTooLarge``, ``BodyTimeout``, ``UnsupportedEncoding``, or ``ClientGone`` when the
+    Raises ``BodyTooLarge``, ``SlowRequest``, ``UnsupportedEncoding``, or ``ClientGone`` when the
     client left before its end.
     A body that is somewhat too large is read to its end, because most clients look for an answer
     only after they have sent all; one that is much too large is cut off.
@@ -75,7 +75,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
                 else:
                     chunks.clear()
     except TimeoutError:
-        raise BodyTimeout(
+        raise SlowRequest(
             f"The body did not arrive within {BODY_TIMEOUT_S:g} s.", headers=_CLOSE
         ) from None
     if size > max_bytes:

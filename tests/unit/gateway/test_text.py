@@ -85,7 +85,7 @@ def test_long_texts_let_other_threads_run(tokenizer, way):
     try:
         thread = threading.Thread(target=work)
         thread.start()
-        while not done.is_set():
+        while thread.is_alive() and not done.is_set():
             ticks += 1
             time.sleep(0)
         thread.join()
