@@ -2,6 +2,7 @@ PYTHON ?= python3
 PORT ?= 8000
 VENV := .venv
 BIN := $(VENV)/bin
+NATIVE := build_native.py planner_svc/native/plan.c kernels/ep_kernels/native/route.c
 
 .PHONY: serve test lint install clean
 
@@ -19,12 +20,12 @@ lint: install
 
 install: $(VENV)/.test
 
-$(VENV)/.serve: pyproject.toml
+$(VENV)/.serve: pyproject.toml $(NATIVE)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[cpu]'
 	@touch $@
 
-$(VENV)/.test: pyproject.toml
+$(VENV)/.test: pyproject.toml $(NATIVE)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[cpu,test]'
 	@touch $(VENV)/.serve $@

@@ -6,6 +6,7 @@ versions read each other's bytes (golden bytes in ``tests/unit/mesh/test_message
 Directions
     member  -> planner   ``ToPlanner``
     planner -> member    ``FromPlanner``     (``View`` is also what the planner broadcasts)
+    expert  -> expert    ``ToBundles``, answered by ``FromBundles``
     gateway -> router    ``ToRouter``
     router  -> gateway   ``FromRouter``
 """
@@ -22,6 +23,9 @@ PROTOCOL_MAX = 1
 Role = Literal["gateway", "router", "expert", "planner", "admin"]
 MemberState = Literal["joining", "loading", "ready", "suspect", "draining", "dead", "left"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+Mode = Literal["off", "advise", "auto"]
+"""What the planner does with its plans: none are made; made and reported; carried out."""
+RecordAction = Literal["start", "stop", "dump"]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -51,6 +55,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     progress: float = 1.0
     """Share of the weights that it has loaded, 0 to 1."""
     load: Load | None = None
+    bundles: str = ""
+    """Expert: the ZeroMQ address at which other expert workers fetch experts from its memory."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -66,6 +72,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     epoch: int = 0
     """Epoch of the placement that the member uses (router) or holds (expert)."""
     resident_bytes: int = 0
+    pairs: int = 0
+    """Expert: (token, expert) pairs computed since start."""
+    ffn_ns: int = 0
+    """Expert: time spent computing them."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +123,10 @@ class Hello(_Message, frozen=True, kw_only=True):
     metrics: str = ""
     num_slots: int = 0
     """Expert: the most slots per MoE layer that it can hold (0: as many as it is given)."""
+    bundles: str = ""
+    """Expert: see ``Member.bundles``."""
+    speed: float = 1.0
+    """Expert: how fast it computes, relative to its peers."""
     placement: Placement | None = None
     """Newest placement the member knows (``mesh.member`` fills it in), from which a restarted
     planner rebuilds its own and learns that the mesh is older than itself."""
@@ -129,26 +143,67 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     """Newest view the member has; the planner answers with a ``View`` when that is old."""
 
 
+class SlotFault(msgspec.Struct, frozen=True, array_like=True):
+    """A slot that could not be filled; it is empty."""
+
+    layer: int
+    """The model's layer number."""
+    slot: int
+    """Local slot."""
+    expert: int
+    reason: str
+
+
 class SlotsReady(_Message, frozen=True, kw_only=True):
-    """Acknowledges ``AssignSlots``: the rank now holds what it was told to, or says why not."""
+    """Acknowledges ``AssignSlots``: the rank holds what it was told to, but for ``faults``; or,
+    with ``error``, why it could do nothing.
+    """
 
     id: str
     incarnation: int
     command: int
     epoch: int
     error: str = ""
+    faults: tuple[SlotFault, ...] = ()
+    loaded: int = 0
+    """Experts that were loaded for this command, from peers or the checkpoint."""
+    from_peers: int = 0
+    """How many of them came from another worker's memory."""
+    loaded_bytes: int = 0
+    seconds: float = 0.0
+    """How long loading them took."""
 
 
 class LoadReport(_Message, frozen=True, kw_only=True):
-    """Real tokens per logical expert, counted at the sender since its last report.
+    """Real tokens (no padding) counted at the sender since its last report.
 
-    ``counts[i][e]``: tokens routed to logical expert ``e`` of MoE layer ``moe_layers[i]``.
+    ``counts[i][e]``: tokens routed to logical expert ``e`` of MoE layer ``moe_layers[i]``, and
+    ``decode_counts`` those of them that belong to decode steps (the others are prefill).
+    ``rank_tokens[i][r]``: pairs that went to ``ranks[r]``, by the placement of ``epoch``.
     """
 
     id: str
     incarnation: int
     counts: tuple[tuple[int, ...], ...]
     tokens: int = 0
+    decode_counts: tuple[tuple[int, ...], ...] = ()
+    epoch: int = 0
+    ranks: tuple[str, ...] = ()
+    rank_tokens: tuple[tuple[int, ...], ...] = ()
+
+
+class Recorded(_Message, frozen=True, kw_only=True):
+    """Router: acknowledges ``Record``."""
+
+    id: str
+    incarnation: int
+    command: int
+    recording: bool
+    steps: int = 0
+    """Steps recorded and kept so far."""
+    path: str = ""
+    """The file written by ``dump``, on the router's host."""
+    error: str = ""
 
 
 class Goodbye(_Message, frozen=True, kw_only=True):
@@ -167,7 +222,80 @@ class GetStatus(_Message, frozen=True, kw_only=True):
     """Admin: ask for ``Status``."""
 
 
-ToPlanner = Hello | Heartbeat | SlotsReady | LoadReport | Goodbye | GetView | GetStatus
+# What an administrator asks the planner (the gateway's /admin pages, ``moemesh plan``). Each is
+# answered on the same connection, by what is named here or by ``AdminRefused``.
+
+
+class GetLoad(_Message, frozen=True, kw_only=True):
+    """Ask for ``LoadDetail``."""
+
+
+class GetPlan(_Message, frozen=True, kw_only=True):
+    """Ask for ``PlanDetail``."""
+
+
+class Rebalance(_Message, frozen=True, kw_only=True):
+    """Plan now rather than at the next interval; answered by ``PlanDetail``. ``force`` carries the
+    plan out even when it costs more than it gains (never in mode ``off`` or ``advise``).
+    """
+
+    force: bool = False
+
+
+class SetMode(_Message, frozen=True, kw_only=True):
+    """Answered by ``PlanDetail``."""
+
+    mode: Mode
+
+
+class Pin(_Message, frozen=True, kw_only=True):
+    """Keep a copy of ``expert`` of MoE layer ``layer`` on each of ``ranks`` from the next plan on;
+    no ranks: lift the pin. Answered by ``PlanDetail``.
+    """
+
+    layer: int
+    expert: int
+    ranks: tuple[str, ...]
+
+
+class Propose(_Message, frozen=True, kw_only=True):
+    """Roll out this placement, whatever it costs, in any mode: ``physical_to_logical`` as in
+    ``Placement``, over the ``ranks`` named with ``slots_per_rank`` serving slots each. Answered by
+    ``PlanDetail``.
+    """
+
+    ranks: tuple[str, ...]
+    slots_per_rank: tuple[int, ...]
+    physical_to_logical: tuple[tuple[int, ...], ...]
+
+
+class RecordLoad(_Message, frozen=True, kw_only=True):
+    """Counts per step, layer and expert at the routers: answered by ``RecordDetail`` once every
+    router has answered or ``RECORD_WAIT_S`` has passed.
+    """
+
+    action: RecordAction
+
+
+Admin = GetLoad | GetPlan | Rebalance | SetMode | Pin | Propose | RecordLoad
+
+ToPlanner = (
+    Hello
+    | Heartbeat
+    | SlotsReady
+    | LoadReport
+    | Recorded
+    | Goodbye
+    | GetView
+    | GetStatus
+    | GetLoad
+    | GetPlan
+    | Rebalance
+    | SetMode
+    | Pin
+    | Propose
+    | RecordLoad
+)
 
 
 # ---------------------------------------------------------------- planner -> member
@@ -192,15 +320,40 @@ class Unknown(_Message, frozen=True, kw_only=True):
     """The planner does not know the sender (it restarted): say ``Hello`` again."""
 
 
+class Source(msgspec.Struct, frozen=True, array_like=True):
+    """Where an expert that is to be loaded lies in another worker's memory."""
+
+    layer: int
+    """The model's layer number."""
+    slot: int
+    """Local slot that is to be filled."""
+    peer: str
+    address: str
+    """The peer's ``Member.bundles``."""
+    peer_slot: int
+
+
 class AssignSlots(_Message, frozen=True, kw_only=True):
     """Expert: hold exactly this. ``slots[i][s]``: logical expert for local slot ``s`` of MoE
     layer ``moe_layers[i]``. Idempotent: repeated until ``SlotsReady`` carries ``command``.
+
+    Slots without a source, or whose source fails, are read from the checkpoint. At most
+    ``bytes_per_s`` are loaded a second (0: no limit).
     """
 
     command: int
     epoch: int
     moe_layers: tuple[int, ...]
     slots: tuple[tuple[int, ...], ...]
+    sources: tuple[Source, ...] = ()
+    bytes_per_s: int = 0
+
+
+class Record(_Message, frozen=True, kw_only=True):
+    """Router: start, stop or write out the recording of loads. Answered by ``Recorded``."""
+
+    command: int
+    action: RecordAction
 
 
 class Status(_Message, frozen=True, kw_only=True):
@@ -215,9 +368,137 @@ class Status(_Message, frozen=True, kw_only=True):
     balancedness: float
     """Mean over ranks / max over ranks of real tokens in the last window, mean over layers."""
     tokens: int
+    mode: Mode = "off"
+    phase: str = ""
+    """What the roll-out under way is doing, in a word; empty when none is."""
+    alarms: tuple[str, ...] = ()
+    """What an operator should look at, in words."""
 
 
-FromPlanner = Welcome | Refused | Unknown | AssignSlots | View | Status
+class LoadDetail(_Message, frozen=True, kw_only=True):
+    """Answer to ``GetLoad``: real tokens of the last ``window_s`` seconds.
+
+    ``prefill`` and ``decode`` ``[moe layers][num_experts]``; ``rank_tokens`` ``[moe layers]
+    [ranks]`` as sent; ``balancedness`` ``[moe layers]``: mean over ranks / max over ranks.
+    """
+
+    window_s: float
+    moe_layers: tuple[int, ...]
+    ranks: tuple[str, ...]
+    prefill: tuple[tuple[int, ...], ...]
+    decode: tuple[tuple[int, ...], ...]
+    rank_tokens: tuple[tuple[int, ...], ...]
+    balancedness: tuple[float, ...]
+    overall: float
+
+
+class PinDetail(msgspec.Struct, frozen=True, kw_only=True):
+    layer: int
+    expert: int
+    ranks: tuple[str, ...]
+
+
+class PlanDetail(_Message, frozen=True, kw_only=True):
+    """What the planner last thought of, what became of it, and what it is doing now."""
+
+    mode: Mode
+    policy: str
+    epoch: int
+    """Of the placement in force."""
+    planned_at: float = 0.0
+    """Unix time of the latest plan; 0: none yet. The fields to ``verdict`` are about it."""
+    balancedness_before: float = 1.0
+    """Of the placement in force, on the loads that the plan was made for."""
+    balancedness_after: float = 1.0
+    """Of the plan, on the same loads."""
+    moves: int = 0
+    """Slots whose expert would have to be loaded."""
+    gain_s: float = 0.0
+    """Expert seconds that the plan is predicted to save over the horizon."""
+    cost_s: float = 0.0
+    """Seconds of loading that it costs."""
+    verdict: str = ""
+    """``moved``, ``moving``, ``advised``, ``skipped``, ``failed``, or empty."""
+    reason: str = ""
+    """Why, in words, with the numbers."""
+    proposed: Placement | None = None
+    phase: str = ""
+    """Of the roll-out under way: ``loading``, ``committing``, ``draining``; empty when none is."""
+    moved: int = 0
+    """Slots of the roll-out that are done."""
+    to_move: int = 0
+    faults: tuple[str, ...] = ()
+    """What went wrong in the latest roll-outs, newest first."""
+    retry_in_s: float = 0.0
+    """When a roll-out that failed is tried again; 0: nothing waits."""
+    pins: tuple[PinDetail, ...] = ()
+
+
+class RecordedAt(msgspec.Struct, frozen=True, kw_only=True):
+    router: str
+    recording: bool
+    steps: int
+    path: str = ""
+    error: str = ""
+
+
+class RecordDetail(_Message, frozen=True, kw_only=True):
+    """Answer to ``RecordLoad``."""
+
+    routers: tuple[RecordedAt, ...]
+
+
+class AdminRefused(_Message, frozen=True, kw_only=True):
+    """What was asked is impossible or wrong; nothing was changed."""
+
+    reason: str
+
+
+FromPlanner = (
+    Welcome
+    | Refused
+    | Unknown
+    | AssignSlots
+    | Record
+    | View
+    | Status
+    | LoadDetail
+    | PlanDetail
+    | RecordDetail
+    | AdminRefused
+)
+
+
+# ---------------------------------------------------------------- expert -> expert
+
+
+class FetchBundle(_Message, frozen=True, kw_only=True):
+    """Ask a worker for one expert of its memory: bytes ``offset`` to ``offset + size``."""
+
+    layer: int
+    slot: int
+    expert: int
+    offset: int
+    size: int
+
+
+class BundleChunk(_Message, frozen=True, kw_only=True):
+    """Answer to ``FetchBundle``; ``error`` when the slot does not hold the expert (any more)."""
+
+    layer: int
+    slot: int
+    expert: int
+    offset: int
+    total: int = 0
+    """Bytes of the whole bundle."""
+    checksum: bytes = b""
+    """Of the whole bundle, as its owner loaded it."""
+    data: bytes = b""
+    error: str = ""
+
+
+ToBundles = FetchBundle
+FromBundles = BundleChunk
 
 
 # ---------------------------------------------------------------- gateway <-> router

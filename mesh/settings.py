@@ -20,6 +20,9 @@ class MeshSettings(_Section, frozen=True, kw_only=True):
     run_dir: str = ""
     """Directory (mode 0700) of sockets and pid files. Empty: ``$XDG_RUNTIME_DIR/moemesh/NAME``,
     or ``/tmp/moemesh-UID/NAME``."""
+    state_dir: str = ""
+    """Directory of what outlives the mesh: the last plan. Empty:
+    ``$XDG_STATE_HOME/moemesh/NAME``, or ``~/.local/state/moemesh/NAME``."""
     planner: str = ""
     """ZeroMQ address of the planner's command socket. Empty: ``ipc://RUN_DIR/planner.sock``."""
     broadcast: str = ""
@@ -78,6 +81,12 @@ class RouterSettings(_Section, frozen=True, kw_only=True):
     """Tokens per lane message; larger parts are split."""
     wire: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Activations on the way to the experts. fp16/bf16 halve the traffic and round the input."""
+    replica_choice: Literal["water-fill", "even", "least-loaded"] = "water-fill"
+    """How an expert's tokens are split over its replicas. water-fill: by the batch's counts and the
+    ranks' recent load, so that the fullest rank gets least. even: equally. least-loaded: all to
+    the rank with least recent load."""
+    record_steps: int = 4_096
+    """Most steps that a recording of loads keeps; the oldest go first."""
     expert_timeout_s: float = 30.0
     """How long a micro-batch waits for an expert that nobody serves before its requests fail."""
 
@@ -86,13 +95,53 @@ class ExpertSettings(_Section, frozen=True, kw_only=True):
     threads: int = 1
     slots_per_layer: int = 0
     """Most slots per MoE layer that a worker offers. 0: as many as the planner gives it."""
+    speed: float = 1.0
+    """How fast this worker computes, relative to its peers: it is given as much of the load."""
     max_lanes: int = 64
 
 
 class PlannerSettings(_Section, frozen=True, kw_only=True):
-    policy: Literal["uniform"] = "uniform"
+    policy: Literal["mesh", "hierarchical", "global", "threshold", "uniform"] = "mesh"
+    """How experts are placed by load. mesh: ours. hierarchical, global: DeepSeek's EPLB. threshold:
+    one replica more or less at a time. uniform: never by load."""
+    mode: Literal["off", "advise", "auto"] = "auto"
+    """off: no plans. advise: plans are made and reported, nothing moves. auto: carried out."""
     redundant_slots: int = 0
     """Physical slots per MoE layer beyond the number of logical experts."""
+    spare_slots: int = 1
+    """Empty slots per rank and MoE layer in which experts are loaded before they serve. More: fewer
+    rounds a move, more memory while it lasts."""
+    initial_placement: str = ""
+    """A file (or inline JSON) with the placement to start from: SGLang's, TensorRT-LLM's or
+    vllm-ascend's format. Empty: the last plan of this mesh if it fits, else uniform."""
+    interval_s: float = 30.0
+    """Pause between plans. Shorter follows the load faster and computes more."""
+    window_s: float = 60.0
+    """Loads older than this are forgotten."""
+    window_buckets: int = 12
+    """Steps that the window is divided into: what the forecast sees."""
+    min_window_tokens: int = 1_000
+    """Tokens in the window below which nothing is planned: chance is not load."""
+    horizon_s: float = 300.0
+    """How long a plan is expected to be of use: it is carried out when predicted gain x horizon
+    exceeds its cost."""
+    min_gain: float = 0.02
+    """Least predicted saving, as a share of the expert time, for which anything moves."""
+    move_bytes_per_s: int = 268_435_456
+    """Most bytes of experts loaded a second over the whole mesh while they move; 0: no limit."""
+    move_slots: int = 8
+    """Most slots being loaded at once over the whole mesh while they move."""
+    phase_timeout_s: float = 30.0
+    """Deadline of each phase of a move; a move that misses it is undone and tried again later."""
+    groups: Literal["auto", "strict", "soft", "off"] = "auto"
+    """Whether the experts of a group stay on one node. auto: soft when the model routes by groups
+    and the mesh has several nodes."""
+    forecast: bool = True
+    """Plan for the next window as predicted from trends, rather than for the last one."""
+    hot_factor: float = 2.0
+    """threshold: an expert above this multiple of the mean load gains a replica."""
+    cold_factor: float = 0.5
+    """threshold: a replicated expert below this multiple loses one."""
     heartbeat_ms: int = 500
     suspect_after_ms: int = 1_500
     """Silence after which a member is suspect."""

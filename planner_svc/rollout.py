@@ -13,7 +13,7 @@ import msgspec
 
 from mesh.messages import AssignSlots, Placement
 from mesh.placement import fault, local_slots, unserved
-from planner_svc.policies import UNLIMITED, PlacementError, slots_per_rank, uniform
+from planner_svc.policies.uniform import UNLIMITED, PlacementError, slots_per_rank, uniform
 
 RESEND_S = 2.0
 """Pause before an unacknowledged command is sent again; a worker at work ignores the repeat."""

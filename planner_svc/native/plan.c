@@ -1,0 +1,2 @@
+/* Placement plans. */
+int plan_version(void) { return 1; }

@@ -1,0 +1,10 @@
+"""Placement policies: pure functions from loads, the placement in force and the ranks to a plan.
+
+Layers, each importing only those above it:
+
+    problem       what a policy is given and what it returns
+    uniform       without loads; how slots are shared out
+    eplb          ``hierarchical`` and ``global``: DeepSeek's published balancer
+    threshold     one replica more or less at a time
+    mesh          ours, the default
+"""
