@@ -16,7 +16,12 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = ("planner_svc/native/plan.c", "kernels/ep_kernels/native/route.c")
+SOURCES = (
+    "planner_svc/native/plan.c",
+    "kernels/ep_kernels/native/gate.c",
+    "kernels/ep_kernels/native/route.c",
+    "kernels/ep_kernels/native/rows.c",
+)
 # No -march: the library may run on another machine than it was built on. No contraction of
 # multiply and add: the same inputs give the same bits everywhere.
 FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra")

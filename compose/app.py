@@ -28,12 +28,18 @@ def run(arguments: Sequence[str]) -> int:
         "up": "Start a mesh on this host and stay until Ctrl-C.",
         "status": "Show the members of a mesh: states, slots, queues, epoch and balance.",
         "down": "Stop the mesh that `moemesh up` runs on this host.",
+        "scale": "Have more or fewer processes of a role, while the mesh serves.",
+        "restart": "Start processes again, one after another, while the mesh serves.",
+        "drain": "Take all work off a member, so that it can be stopped at no cost.",
+        "keygen": "Make the keys of a mesh's processes for TCP between them.",
+        "apikey": "Make an API key and the lines of the file that let it in.",
         "config": "Print the effective configuration and where each value came from.",
         "reference": "Complete a prompt with the whole model in this one process.",
         "version": "Print the versions of moemesh, its protocol and what it runs on.",
     }.items():
         app.command(f"compose.commands.{name}:{name}", name=name, help=help_text)
     app.command("compose.commands.bench:app", name="bench")
+    app.command("compose.commands.plan:app", name="plan")
     try:
         return int(app(arguments) or 0)
     except cyclopts.CycloptsError:

@@ -25,7 +25,8 @@ class Child:
         self._log = log
         self._on_line = on_line
         self._process: asyncio.subprocess.Process | None = None
-        self._stop_requested = False
+        self._asked: signal.Signals | None = None
+        """The signal by which it was told to end."""
         self._ended = asyncio.Event()
 
     @property
@@ -49,12 +50,13 @@ class Child:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 process_group=0,
+                pass_fds=self.spec.inherits,
             )
         except BaseException:
             self._ended.set()
             raise
-        if self._stop_requested:
-            self._signal(signal.SIGTERM)
+        if self._asked is not None:
+            self._signal(self._asked)
 
     async def run(self) -> int:
         """Keeps the output of the started process, and returns its exit code (negative: the
@@ -75,11 +77,22 @@ class Child:
             self._ended.set()
 
     async def stop(self, grace_s: float) -> bool:
-        """SIGTERM, then SIGKILL to the whole group after ``grace_s``; True if it ended in time."""
-        self._stop_requested = True
-        self._signal(signal.SIGTERM)
+        """SIGINT, upon which a service stops without delay, then SIGKILL to the whole group after
+        ``grace_s``; True if it ended in time.
+        """
+        return await self._end(signal.SIGINT, grace_s)
+
+    async def leave(self, limit_s: float) -> bool:
+        """SIGTERM, upon which a service first ends or hands over its work, then SIGKILL to the
+        whole group after ``limit_s``; True if it ended in time.
+        """
+        return await self._end(signal.SIGTERM, limit_s)
+
+    async def _end(self, number: signal.Signals, limit_s: float) -> bool:
+        self._asked = number
+        self._signal(number)
         try:
-            async with asyncio.timeout(grace_s):
+            async with asyncio.timeout(limit_s):
                 await self._ended.wait()
         except TimeoutError:
             self.kill()
@@ -88,7 +101,7 @@ class Child:
         return True
 
     def kill(self) -> None:
-        self._stop_requested = True
+        self._asked = signal.SIGKILL
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:

@@ -85,6 +85,10 @@ class LauncherConsole:
         what = "it is not started again" if delay_s is None else f"starting again in {delay_s:g} s"
         self._say(f"[red]{spec.id} {escape(how)}[/]; {what}")
 
+    def progress(self, text: str) -> None:
+        """A step of an order that changes the mesh."""
+        self._say(f"[dim]{escape(text)}[/]")
+
     def failed(self, reason: str) -> None:
         self._close_bars()
         self._say(f"[bold red]stopping:[/] {escape(reason)}")

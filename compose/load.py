@@ -81,11 +81,12 @@ async def run_level(
         for _ in range(streams)
     ]
     async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(_stream(url, body)) for body in bodies]
+        running = [tasks.create_task(stream(url, body)) for body in bodies]
     return measure([task.result() for task in running])
 
 
-async def _stream(url: str, body: dict[str, Any]) -> Stream:
+async def stream(url: str, body: dict[str, Any]) -> Stream:
+    """Run one completion and note when each chunk came. Raises ``LoadError``."""
     parts = urlsplit(url)
     if parts.hostname not in _LOOPBACK or parts.port is None:
         raise LoadError(f"{url}: expected a loopback address with a port, such as 127.0.0.1:8000")

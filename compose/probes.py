@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from types import TracebackType
 from urllib.parse import urlsplit
 
-from compose.processes import Endpoint
+from compose.options import UsageError
+from compose.processes import ADMIN, Endpoint
 from mesh.links import ClientLink, LinkError, Net
 from mesh.messages import FromPlanner, GetStatus, Status, ToPlanner
 from mesh.rundir import planner_address
@@ -18,17 +20,21 @@ _MAX_ANSWER_BYTES = 1024 * 1024
 class PlannerProbe:
     """Asks the planner of a mesh for its ``Status``, over one connection that comes back with it.
 
-    Enter it inside a running event loop.
+    Enter it inside a running event loop; raises ``UsageError`` without the keys that it needs.
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._address = planner_address(settings)
+        self._settings = settings
 
     async def __aenter__(self) -> PlannerProbe:
-        self._net = Net()
-        self._link: ClientLink[FromPlanner, ToPlanner] = ClientLink(
-            self._net, self._address, receives=FromPlanner
-        )
+        self._net = Net(self._settings.security, ADMIN)
+        try:
+            self._link: ClientLink[FromPlanner, ToPlanner] = ClientLink(
+                self._net, planner_address(self._settings), receives=FromPlanner
+            )
+        except LinkError as error:
+            self._net.close()
+            raise UsageError(str(error), exit_code=1) from None
         return self
 
     async def __aexit__(
@@ -69,7 +75,7 @@ async def gateway_readiness(endpoint: Endpoint, timeout_s: float) -> str | None:
 async def fetch_metrics(url: str, timeout_s: float) -> str:
     """A member's Prometheus page. Raises ``OSError`` when it does not come in time."""
     parts = urlsplit(url)
-    endpoint = Endpoint(parts.hostname or "", parts.port or 80)
+    endpoint = Endpoint(parts.hostname or "", parts.port or 80, parts.scheme == "https")
     try:
         async with asyncio.timeout(timeout_s):
             status, body = await _get(endpoint, parts.path)
@@ -82,7 +88,9 @@ async def fetch_metrics(url: str, timeout_s: float) -> str:
 
 async def _get(endpoint: Endpoint, path: str) -> tuple[int, str]:
     """One HTTP/1.0 request. Raises ``OSError`` when no HTTP comes back."""
-    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    reader, writer = await asyncio.open_connection(
+        endpoint.host, endpoint.port, ssl=_unverified() if endpoint.tls else None
+    )
     try:
         request = f"GET {path} HTTP/1.0\r\nHost: {endpoint.host}\r\nUser-Agent: moemesh\r\n\r\n"
         writer.write(request.encode())
@@ -96,3 +104,13 @@ async def _get(endpoint: Endpoint, path: str) -> tuple[int, str]:
     if len(words) < 2 or not words[0].startswith(b"HTTP/") or not words[1].isdigit():
         raise ConnectionError("the answer is not HTTP")
     return int(words[1]), body.decode(errors="replace")
+
+
+def _unverified() -> ssl.SSLContext:
+    """For a process of this mesh, asked for its state at an address: its certificate names the
+    host that clients know, and nothing secret is sent.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context

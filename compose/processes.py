@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,6 +27,10 @@ STOP_ORDER: tuple[ServiceRole, ...] = ("gateway", "router", "expert", "planner")
 WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 (recognised, not bound)
 
 
+ADMIN = "admin"
+"""Id by which ``moemesh`` itself speaks to a mesh, and so the name of its key."""
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
     """One child: its member id, its role and the command line that starts it."""
@@ -34,6 +38,8 @@ class ProcessSpec:
     id: str
     role: ServiceRole
     argv: tuple[str, ...]
+    inherits: tuple[int, ...] = ()
+    """File descriptors that it gets, under their numbers here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,51 +48,84 @@ class Endpoint:
 
     host: str
     port: int
+    tls: bool = False
 
     @property
     def url(self) -> str:
-        return (
-            f"http://[{self.host}]:{self.port}"
-            if ":" in self.host
-            else (f"http://{self.host}:{self.port}")
-        )
+        scheme = "https" if self.tls else "http"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{scheme}://{host}:{self.port}"
 
 
-def compose(
-    settings: Settings,
-    *,
-    config: Path | None,
-    overrides: Mapping[str, str],
-    python: str,
-    parent_pid: int,
-) -> tuple[ProcessSpec, ...]:
-    """The processes of the mesh that ``settings`` describes, in the order to start them.
+class Recipe:
+    """How each process of the mesh that ``settings`` describes is started.
 
     Children read the same file and environment as the launcher and get its flags on as ``--set``,
     so that each shows the same origin for a value. ``parent_pid`` makes a child die with the
     launcher even when that is killed. ``python -P`` keeps the working directory off the module
     path, where a folder named ``gateway`` would shadow ours.
+
+    ``counts``: how many of each role there are to be; what a planner starts with follows it.
     """
-    counts: dict[ServiceRole, int] = {
-        "planner": 1,
-        "expert": settings.mesh.experts,
-        "router": settings.mesh.routers,
-        "gateway": settings.mesh.gateways,
-    }
-    specs: list[ProcessSpec] = []
-    for role in START_ORDER:
-        for index in range(counts[role]):
-            own = dict(overrides)
-            if role == "gateway" and index > 0:
-                own["gateway.port"] = str(settings.gateway.port + index)
-            argv = [python, "-P", "-m", MODULE[role]]
-            argv += ["--id", member_id(role, index), "--parent-pid", str(parent_pid)]
-            if config is not None:
-                argv += ["--config", str(config)]
-            for key, value in own.items():
-                argv += ["--set", f"{key}={value}"]
-            specs.append(ProcessSpec(member_id(role, index), role, tuple(argv)))
-    return tuple(specs)
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        config: Path | None,
+        overrides: Mapping[str, str],
+        python: str,
+        parent_pid: int,
+    ) -> None:
+        self._port = settings.gateway.port
+        self._config = config
+        self._overrides = overrides
+        self._python = python
+        self._parent_pid = parent_pid
+        self._configured: dict[ServiceRole, int] = {
+            "planner": 1,
+            "expert": settings.mesh.experts,
+            "router": settings.mesh.routers,
+            "gateway": settings.mesh.gateways,
+        }
+        self.counts = dict(self._configured)
+
+    def specs(self, listen_fds: Sequence[int] = ()) -> tuple[ProcessSpec, ...]:
+        """All processes, in the order to start them; ``listen_fds``: one a gateway, if any."""
+        return tuple(
+            self.spec(
+                role,
+                index,
+                listen_fd=listen_fds[index] if role == "gateway" and listen_fds else -1,
+            )
+            for role in START_ORDER
+            for index in range(self.counts[role])
+        )
+
+    def spec(
+        self, role: ServiceRole, index: int, *, shares: int | None = None, listen_fd: int = -1
+    ) -> ProcessSpec:
+        """A gateway listens on ``listen_fd`` if that is a descriptor; ``shares``: the gateway whose
+        port it has, if not its own.
+        """
+        own = dict(self._overrides)
+        for other, count in self.counts.items():
+            if count != self._configured[other]:
+                own[f"mesh.{other}s"] = str(count)
+        which = index if shares is None else shares
+        if role == "gateway" and which > 0:
+            own["gateway.port"] = str(self._port + which)
+        argv = [self._python, "-P", "-m", MODULE[role]]
+        argv += ["--id", member_id(role, index), "--parent-pid", str(self._parent_pid)]
+        if self._config is not None:
+            argv += ["--config", str(self._config)]
+        for key, value in own.items():
+            argv += ["--set", f"{key}={value}"]
+        inherits: tuple[int, ...] = ()
+        if listen_fd >= 0:
+            argv += ["--listen-fd", str(listen_fd)]
+            inherits = (listen_fd,)
+        return ProcessSpec(member_id(role, index), role, tuple(argv), inherits)
 
 
 def member_id(role: ServiceRole, index: int) -> str:
@@ -94,9 +133,19 @@ def member_id(role: ServiceRole, index: int) -> str:
     return role if role == "planner" else f"{role}-{index}"
 
 
-def endpoints(settings: Settings) -> tuple[Endpoint, ...]:
-    """Each gateway as a client on this host sees it; gateway i listens on ``port + i``."""
+def member_index(id_: str) -> int:
+    """Which of its role a member is: the reverse of ``member_id``."""
+    _, _, number = id_.rpartition("-")
+    return int(number) if number.isdigit() else 0
+
+
+def endpoints(settings: Settings, count: int | None = None) -> tuple[Endpoint, ...]:
+    """Each gateway as a client on this host sees it; gateway i listens on ``port + i``. ``count``
+    of them, or as many as configured.
+    """
     host = WILDCARD_HOSTS.get(settings.gateway.host, settings.gateway.host)
+    tls = bool(settings.gateway.tls_cert)
     return tuple(
-        Endpoint(host, settings.gateway.port + index) for index in range(settings.mesh.gateways)
+        Endpoint(host, settings.gateway.port + index, tls)
+        for index in range(settings.mesh.gateways if count is None else count)
     )

@@ -25,6 +25,9 @@ def document(status: Status) -> dict[str, Any]:
         "epoch": status.epoch,
         "balancedness": status.balancedness,
         "tokens": status.tokens,
+        "mode": status.mode,
+        "phase": status.phase,
+        "alarms": list(status.alarms),
         "view_version": view.version,
         "members": [_member(member, view.placement) for member in view.members],
         "placement": None if view.placement is None else msgspec.to_builtins(view.placement),
@@ -43,7 +46,12 @@ def render(status: Status) -> RenderableType:
         headline.append(f"not ready: {status.reason}", style="yellow")
     headline.append(
         f"\nepoch {status.epoch}  balancedness {status.balancedness:.2f}  tokens {status.tokens}"
+        f"  plans {status.mode}"
     )
+    if status.phase:
+        headline.append(f"  moving experts: {status.phase}", style="cyan")
+    for alarm in status.alarms:
+        headline.append(f"\nalarm: {alarm}", style="red")
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     for title in ("member", "role", "pid"):
         table.add_column(title, no_wrap=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from expert_svc.bundles import BundleServer
 from expert_svc.slots import SlotTable
 from expert_svc.worker import Worker
 from mesh.metrics import PREFIX
@@ -21,11 +22,12 @@ _COUNTERS = {
 
 
 class ExpertCollector(Collector):
-    """Figures of one ``Worker`` and its ``SlotTable``; no label per layer or expert."""
+    """Figures of one ``Worker``, its slots and bundles; no label per layer or expert."""
 
-    def __init__(self, worker: Worker, table: SlotTable) -> None:
+    def __init__(self, worker: Worker, table: SlotTable, bundles: BundleServer) -> None:
         self._worker = worker
         self._table = table
+        self._bundles = bundles
 
     def collect(self) -> Iterable[Metric]:
         tally, table = self._worker.tally, self._table
@@ -50,6 +52,7 @@ class ExpertCollector(Collector):
         ):
             seconds.add_metric([activity], ns / 1e9)
         yield seconds
+        yield from self._loading()
         held = sum(expert >= 0 for layer in table.held() for expert in layer)
         yield GaugeMetricFamily(
             f"{PREFIX}_expert_slots_filled", "Slots that hold an expert, all layers.", value=held
@@ -59,4 +62,21 @@ class ExpertCollector(Collector):
         )
         yield GaugeMetricFamily(
             f"{PREFIX}_expert_placement_epoch", "Epoch of the slots held.", value=table.epoch
+        )
+
+    def _loading(self) -> Iterable[Metric]:
+        tally = self._table.tally
+        for name, text, label, values in (
+            ("slots_loaded", "Experts brought into memory.", "source", tally.loaded),
+            ("loaded_bytes", "Bytes of experts read or received.", "source", tally.loaded_bytes),
+            ("load_faults", "Attempts to load an expert that failed.", "kind", tally.faults),
+        ):
+            family = CounterMetricFamily(f"{PREFIX}_expert_{name}", text, labels=[label])
+            for value, count in tuple(values.items()):
+                family.add_metric([value], count)
+            yield family
+        yield CounterMetricFamily(
+            f"{PREFIX}_expert_bundle_bytes_sent",
+            "Bytes of experts handed out to peers.",
+            value=self._bundles.sent_bytes,
         )

@@ -1,27 +1,36 @@
 """The expert worker's process: lanes, membership and loading around the compute thread.
 
-Three threads: the event loop (control messages), compute (``Worker.run``, the only user of the
-data plane) and the loader (``SlotTable.apply``). The event loop never waits for the others.
+Four threads: the event loop (control messages, bundles' bytes), compute (``Worker.run``, the only
+user of the data plane), the loader (``SlotTable.apply``) and one that packs bundles for peers. The
+event loop never waits for the others, nor compute for more than the microseconds in which a slot
+changes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from time import monotonic
 
 import torch
 from ep_kernels.plane import PlaneError
 from ep_kernels.shm.expert import ShmExpertPlane
 
-from expert_svc.heap import is_out_of_memory, trim_heap
+from expert_svc.bundles import BundleClient, BundleServer
+from expert_svc.heap import trim_heap
+from expert_svc.loading import Fetch, Held, SupersededError
 from expert_svc.metrics import ExpertCollector
-from expert_svc.slots import SlotError, SlotTable, SupersededError
+from expert_svc.slots import Applied, Fault, SlotError, SlotTable
 from expert_svc.worker import Worker
-from mesh.member import Member, RefusedByPlanner
-from mesh.messages import AssignSlots, Hello, Load, SlotsReady
-from mesh.rundir import lanes_path, planner_address
+from mesh.member import Command, Member, RefusedByPlanner
+from mesh.membership import FINAL
+from mesh.messages import AssignSlots, Hello, Load, MemberState, SlotsReady, View
+from mesh.metrics import export_link
+from mesh.placement import EMPTY
+from mesh.rundir import bundles_address, lanes_path, planner_address
 from mesh.service import CannotServe, Context
 from mesh.supervise import Supervisor
 from moe_model.checkpoint import Checkpoint
@@ -36,25 +45,41 @@ class ExpertWorker:
     """The actors of one expert worker and what they share."""
 
     def __init__(
-        self, ctx: Context, table: SlotTable, worker: Worker, *, lanes: str, digest: str
+        self,
+        ctx: Context,
+        table: SlotTable,
+        worker: Worker,
+        *,
+        lanes: str,
+        bundles: str,
+        digest: str,
     ) -> None:
+        """``bundles``: where peers fetch experts."""
         self._ctx = ctx
         self._table = table
         self._worker = worker
         self._lanes = lanes
+        self._bundles = bundles
         self._digest = digest
         self._loop = asyncio.get_running_loop()
         self._command: AssignSlots | None = None
-        """Newest assignment; another one makes the loader stop early."""
+        """Newest assignment."""
+        self._answer: SlotsReady | None = None
+        """What was said to it, once it was carried out."""
         self._loading: AssignSlots | None = None
+        self._superseded = threading.Event()
+        """Set, the assignment under way stops early."""
         self._assigned = asyncio.Event()
         self._served = False
+        self._leaving = False
+        self._relieved = asyncio.Event()
+        """Something changed that may let a worker go which is to leave."""
         self._member = Member(
             ctx.net,
             planner_address(ctx.settings),
             hello=self._hello,
             load=self._load,
-            on_view=lambda _view: None,
+            on_view=self._on_view,
             on_command=self._assign,
             log=ctx.log,
         )
@@ -63,6 +88,17 @@ class ExpertWorker:
     async def belong(self) -> None:
         """Be a member of the mesh. Raises ``RefusedByPlanner``."""
         await self._member.run()
+
+    async def relieved(self) -> None:
+        """Ask for this worker's experts to be taken over, and wait until none is placed here, or
+        nobody is left who could take or use them.
+        """
+        self._leaving = True
+        if self._served:
+            self._show("draining", detail="stopping")
+        while self._served and self._is_needed():
+            self._relieved.clear()
+            await self._relieved.wait()
 
     async def compute(self) -> None:
         """Run the compute thread until cancelled; what it raises ends the service."""
@@ -80,11 +116,17 @@ class ExpertWorker:
                     await self._assigned.wait()
                     self._assigned.clear()
                     if (command := self._command) is not None:
+                        self._superseded = threading.Event()
                         self._loading = command
                         await self._carry_out(command, pool)
                         self._loading = None
             finally:
-                self._command = None
+                self._superseded.set()
+
+    def heal(self, layer: int, expert: int, held: Held) -> None:
+        """An expert in memory has gone bad: never serve it again, and load it anew. Any thread."""
+        self._table.discard(layer, expert, held)
+        self._loop.call_soon_threadsafe(self._assigned.set)
 
     def _pool(self, name: str) -> ThreadPoolExecutor:
         # OpenMP keeps the number of threads per calling thread.
@@ -92,49 +134,94 @@ class ExpertWorker:
             1, name, torch.set_num_threads, (self._ctx.settings.expert.threads,)
         )
 
-    def _assign(self, command: AssignSlots) -> None:
-        if self._loading is not None and command.command == self._loading.command:
-            return  # the planner repeats what is under way
-        self._command = command
-        self._assigned.set()
+    def _assign(self, command: Command) -> None:
+        if not isinstance(command, AssignSlots):
+            self._ctx.log.warning("command.unexpected", command=command.command)
+        elif command == self._command and self._answer is not None:
+            self._member.send(self._answer)  # the planner has missed it
+        elif self._loading is None or command.command != self._loading.command:
+            self._command, self._answer = command, None
+            self._relieved.set()
+            self._superseded.set()
+            self._assigned.set()
 
     async def _carry_out(self, command: AssignSlots, pool: ThreadPoolExecutor) -> None:
         """Load what the planner asked for and acknowledge. Raises ``CannotServe``."""
         log = self._ctx.log.bind(command=command.command, epoch=command.epoch)
+        began = monotonic()
         try:
-            loaded = await self._loop.run_in_executor(pool, self._apply, command)
+            applied = await self._loop.run_in_executor(pool, self._apply, command, self._superseded)
         except SupersededError:
             log.info("slots.superseded")
             return
-        except (SlotError, CheckpointError, MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+        except (SlotError, CannotServe) as error:
+            log.error("slots.failed", error=str(error))  # noqa: TRY400 - an answer, not a bug
+            if not self._served:
+                self._show("loading", detail=str(error), progress=0.0)
+            self._acknowledge(command, error=str(error))
+            if isinstance(error, CannotServe):
                 raise
-            reason = str(error) or "out of memory"
-            log.error("slots.failed", error=reason)  # noqa: TRY400 - an answer, not a bug
-            self._member.set_state("loading", detail=reason, progress=0.0)
-            self._acknowledge(command, reason)
-            if isinstance(error, CheckpointError):
-                raise CannotServe(reason) from error  # trying again would read the same bytes
             return
-        log.info("slots.loaded", experts=loaded, resident_bytes=self._table.resident_bytes())
-        self._member.set_state("ready")
+        seconds = monotonic() - began
+        log.info(
+            "slots.loaded",
+            experts=applied.loaded,
+            from_peers=applied.from_peers,
+            loaded_bytes=applied.loaded_bytes,
+            seconds=round(seconds, 3),
+            faults=len(applied.faults),
+            resident_bytes=self._table.resident_bytes(),
+        )
+        self._become_ready(command, applied)
+        self._acknowledge(command, applied=applied, seconds=seconds)
+
+    def _become_ready(self, command: AssignSlots, applied: Applied) -> None:
+        detail = ""
+        if applied.faults:
+            first = applied.faults[0]
+            detail = (
+                f"{len(applied.faults)} slots are empty: expert {first.expert} of layer "
+                f"{first.layer}: {first.reason}"
+            )
+        holds = any(expert != EMPTY for layer in self._table.held() for expert in layer)
+        wants = any(expert != EMPTY for layer in command.slots for expert in layer)
+        if not (self._served or holds or not wants):
+            self._show("loading", detail=detail, progress=0.0)
+            return
+        self._show("ready", detail=detail)
         if not self._served:
             self._served = True
             self._ctx.ready()
-        self._acknowledge(command, "")
 
-    def _apply(self, command: AssignSlots) -> int:
+    def _apply(self, command: AssignSlots, superseded: threading.Event) -> Applied:
         """On the loader thread."""
-        loaded = self._table.apply(
+        applied = self._table.apply(
             command.moe_layers,
             command.slots,
             command.epoch,
+            superseded=superseded,
             progress=self._report,
-            superseded=lambda: self._command is not command,
+            on_fault=self._on_fault,
+            sources=command.sources,
+            bytes_per_s=command.bytes_per_s,
         )
-        if loaded:
+        if applied.loaded:
             trim_heap()
-        return loaded
+        return applied
+
+    def _on_fault(self, fault: Fault) -> None:
+        """On the loader thread. Raises ``CannotServe`` for a checkpoint that never was good."""
+        self._ctx.log.warning(
+            "expert.not_loaded",
+            layer=fault.layer,
+            slot=fault.slot,
+            expert=fault.expert,
+            kind=fault.kind,
+            reason=fault.reason,
+            peer=fault.peer,
+        )
+        if fault.kind == "unreadable" and not fault.peer and not self._served:
+            raise CannotServe(fault.reason)  # trying again would read the same bytes
 
     def _report(self, share: float) -> None:
         """On the loader thread."""
@@ -142,19 +229,58 @@ class ExpertWorker:
 
     def _progressed(self, share: float) -> None:
         if share < 1.0:
-            self._member.set_state("loading", detail="loading experts", progress=share)
+            # A worker that serves goes on with it while it loads.
+            state: MemberState = "ready" if self._served else "loading"
+            self._show(state, detail="loading experts", progress=share)
 
-    def _acknowledge(self, command: AssignSlots, error: str) -> None:
-        # A lost acknowledgement is repaired by the planner, which repeats the command.
-        self._member.send(
-            SlotsReady(
-                id=self._ctx.id,
-                incarnation=self._ctx.incarnation,
-                command=command.command,
-                epoch=command.epoch,
-                error=error,
-            )
+    def _show(self, state: MemberState, *, detail: str = "", progress: float = 1.0) -> None:
+        """What the planner is told of this worker; one that serves and is to leave drains."""
+        if self._leaving and state == "ready":
+            state = "draining"
+        self._member.set_state(state, detail=detail, progress=progress)
+
+    def _is_needed(self) -> bool:
+        """Whether experts are placed here that a router may use and another worker may take."""
+        command, view = self._command, self._member.view
+        if command is None or view is None:
+            return False
+        placed = any(expert != EMPTY for layer in command.slots for expert in layer)
+        routers = any(m.role == "router" and m.state not in FINAL for m in view.members)
+        others = any(
+            m.role == "expert" and m.id != self._ctx.id and m.state not in FINAL | {"draining"}
+            for m in view.members
         )
+        return placed and routers and others
+
+    def _on_view(self, view: View) -> None:
+        del view  # the member keeps it
+        self._relieved.set()
+
+    def _acknowledge(
+        self,
+        command: AssignSlots,
+        *,
+        error: str = "",
+        applied: Applied = Applied(),  # noqa: B008 - immutable
+        seconds: float = 0.0,
+    ) -> None:
+        # A lost acknowledgement is repaired by the planner, which repeats the command.
+        answer = SlotsReady(
+            id=self._ctx.id,
+            incarnation=self._ctx.incarnation,
+            command=command.command,
+            epoch=command.epoch,
+            error=error,
+            faults=applied.faults,
+            loaded=applied.loaded,
+            from_peers=applied.from_peers,
+            loaded_bytes=applied.loaded_bytes,
+            seconds=seconds,
+        )
+        # What failed is tried again when the planner repeats its command.
+        if command == self._command and not (answer.error or answer.faults):
+            self._answer = answer
+        self._member.send(answer)
 
     def _hello(self) -> Hello:
         ctx = self._ctx
@@ -166,13 +292,18 @@ class ExpertWorker:
             host=ctx.host,
             model_digest=self._digest,
             lanes=self._lanes,
+            bundles=self._bundles,
+            speed=ctx.settings.expert.speed,
             metrics=ctx.metrics_url,
             num_slots=ctx.settings.expert.slots_per_layer,
         )
 
     def _load(self) -> Load:
+        tally = self._worker.tally
         return Load(
-            step=self._worker.tally.calls,
+            step=tally.calls,
+            pairs=tally.pairs,
+            ffn_ns=tally.ffn_ns,
             epoch=self._table.epoch,
             resident_bytes=self._table.resident_bytes(),
         )
@@ -187,8 +318,8 @@ async def main(ctx: Context) -> None:
             path = checkpoint_dir(settings.model.path)
             spec = load_spec(path)
             digest = serving_digest(path, settings.model.weights, settings.model.exact)
-            table = _open_table(ctx, path, spec, stack)
-            lanes = lanes_path(settings, ctx.id)
+            table = _open_table(ctx, path, spec, BundleClient(ctx.net).fetch, stack)
+            lanes, bundles = lanes_path(settings, ctx.id), bundles_address(settings, ctx.id)
             plane = ShmExpertPlane(
                 ctx.id,
                 ctx.incarnation,
@@ -201,16 +332,22 @@ async def main(ctx: Context) -> None:
             raise CannotServe(str(error)) from error
         stack.callback(plane.close)
         worker = Worker(plane, table)
-        ctx.registry.register(ExpertCollector(worker, table))
-        expert = ExpertWorker(ctx, table, worker, lanes=lanes, digest=digest)
+        expert = ExpertWorker(ctx, table, worker, lanes=lanes, bundles=bundles, digest=digest)
+        server = BundleServer(ctx.net, bundles, table, on_corrupt=expert.heal, log=ctx.log)
+        export_link(ctx.registry, "bundles", server.link)
+        ctx.registry.register(ExpertCollector(worker, table, server))
         async with Supervisor(ctx.log, quiet=(RefusedByPlanner,)) as actors:
             actors.start("expert.compute", expert.compute)
             actors.start("expert.load", expert.load)
+            actors.start("expert.bundles", server.run)
             actors.start("expert.member", expert.belong)
             await ctx.stopping.wait()
+            await ctx.until_drained(expert.relieved())
 
 
-def _open_table(ctx: Context, path: Path, spec: ModelSpec, stack: ExitStack) -> SlotTable:
+def _open_table(
+    ctx: Context, path: Path, spec: ModelSpec, fetch: Fetch, stack: ExitStack
+) -> SlotTable:
     checkpoint = stack.enter_context(Checkpoint(path))
     # Slots may name any expert later: a gap in the checkpoint is to show before anyone is served.
     checkpoint.check(TensorTable(spec).experts())
@@ -220,5 +357,6 @@ def _open_table(ctx: Context, path: Path, spec: ModelSpec, stack: ExitStack) -> 
         spec.num_experts,
         lambda num_slots: new_bank(spec, num_slots, weights=model.weights, exact=model.exact),
         lambda layer, index: read_expert(checkpoint, spec, layer, index),
+        fetch=fetch,
         max_slots=ctx.settings.expert.slots_per_layer,
     )

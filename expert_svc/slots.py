@@ -1,23 +1,36 @@
 """The slots of one expert worker: weights by (MoE layer, local slot), changed while they serve.
 
 Two threads meet here. The compute thread looks a bank up, checks what its slots hold and runs it,
-all while holding ``lock``. The loader thread changes slots by ``apply``: reading and packing an
-expert, which takes milliseconds, happens outside the lock; putting it into its slot, or emptying
-one, takes microseconds inside it. So a slot never changes between check and use.
+all while holding ``lock``. The loader thread changes slots by ``apply``: fetching, packing and
+proving an expert, which takes milliseconds, happens outside the lock; putting it into its slot,
+emptying one, or changing their number takes microseconds inside it. So a slot never changes between
+check and use, and a slot that keeps its expert serves throughout.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
 
-import torch
 from ep_kernels.grouped_ffn import ExpertBank
 
+from expert_svc.loading import (
+    FaultKind,
+    Fetch,
+    Held,
+    LoadError,
+    PeerError,
+    ReadExpert,
+    SupersededError,
+    from_checkpoint,
+    from_peer,
+)
+from expert_svc.pace import Pace
+from mesh.messages import SlotFault, Source
 from mesh.placement import EMPTY
-
-ReadExpert = Callable[[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""``(layer, logical expert) -> gate [inter, hidden], up [inter, hidden], down [hidden, inter]``."""
 
 
 class SlotError(Exception):
@@ -27,8 +40,60 @@ class SlotError(Exception):
     """
 
 
-class SupersededError(Exception):
-    """A newer assignment arrived while this one was being applied; the newer one finishes it."""
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why an expert could not be had from ``peer`` or, when that is empty, from the checkpoint."""
+
+    layer: int
+    slot: int
+    expert: int
+    kind: FaultKind
+    reason: str
+    peer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What one assignment took."""
+
+    loaded: int = 0
+    """Experts brought into memory."""
+    from_peers: int = 0
+    loaded_bytes: int = 0
+    faults: tuple[SlotFault, ...] = ()
+    """Slots that are empty because their expert could not be had."""
+
+
+@dataclass(slots=True)
+class LoadTally:
+    """Since start, of all assignments. Written by the loader thread, read by any."""
+
+    loaded: Counter[str] = field(default_factory=Counter)
+    """Experts by source: ``peer`` or ``checkpoint``."""
+    loaded_bytes: Counter[str] = field(default_factory=Counter)
+    faults: Counter[FaultKind] = field(default_factory=Counter)
+    """Attempts that failed, also those that another source made good."""
+
+
+class _Job:
+    """One assignment under way: where its experts may come from, and what it has taken so far."""
+
+    def __init__(
+        self,
+        superseded: threading.Event,
+        on_fault: Callable[[Fault], None],
+        sources: Iterable[Source],
+    ) -> None:
+        self.superseded = superseded
+        self.on_fault = on_fault
+        self.sources: defaultdict[tuple[int, int], list[Source]] = defaultdict(list)
+        """By layer and local slot."""
+        for source in sources:
+            self.sources[source.layer, source.slot].append(source)
+        self.silent: set[str] = set()
+        """Addresses of peers that are gone, which are not asked again."""
+        self.faults: list[SlotFault] = []
+        self.loaded = self.from_peers = self.loaded_bytes = 0
 
 
 class SlotTable:
@@ -45,17 +110,25 @@ class SlotTable:
         new_bank: Callable[[int], ExpertBank],
         read_expert: ReadExpert,
         *,
+        fetch: Fetch | None = None,
         max_slots: int = 0,
     ) -> None:
-        """``new_bank(num_slots)`` makes an empty bank; ``max_slots`` a layer, 0 for any number."""
+        """``new_bank(num_slots)`` makes an empty bank; ``max_slots`` a layer, 0 for any number.
+        Without ``fetch`` no expert comes from a peer.
+        """
         self.lock = threading.Lock()
         self.banks: dict[int, ExpertBank] = {}
         self.epoch = 0
+        self.tally = LoadTally()
         self._moe_layers = moe_layers
         self._num_experts = num_experts
         self._max_slots = max_slots
         self._new_bank = new_bank
         self._read_expert = read_expert
+        self._fetch = fetch
+        self._held: dict[int, dict[int, Held]] = {layer: {} for layer in moe_layers}
+        """Layer -> logical expert -> what its slots hold; an expert is here before it serves. The
+        inner dicts are replaced under ``lock``, never changed, so that any thread may read them."""
 
     def held(self) -> tuple[tuple[int, ...], ...]:
         """``[moe layers, local slots]`` logical experts, -1 for an empty slot. Any thread.
@@ -65,9 +138,21 @@ class SlotTable:
         banks = [self.banks.get(layer) for layer in self._moe_layers]
         return tuple(() if bank is None else tuple(bank.holds.tolist()) for bank in banks)
 
+    def find(self, layer: int, slot: int, expert: int) -> Held | None:
+        """What ``slot`` holds if that is ``expert``. Any thread, never waits; a moment later the
+        slot may hold something else, and what was found stays whole.
+        """
+        bank = self.banks.get(layer)
+        holds = [] if bank is None else bank.holds.tolist()
+        if not 0 <= slot < len(holds) or holds[slot] != expert:
+            return None
+        return self._held[layer].get(expert)
+
     def resident_bytes(self) -> int:
         """Bytes of expert weights in memory. Any thread."""
-        return sum(bank.nbytes for bank in tuple(self.banks.values()))
+        return sum(
+            held.weights.nbytes for experts in self._held.values() for held in experts.values()
+        )
 
     def apply(
         self,
@@ -75,37 +160,63 @@ class SlotTable:
         slots: Sequence[Sequence[int]],
         epoch: int,
         *,
-        progress: Callable[[float], None],
-        superseded: Callable[[], bool],
-    ) -> int:
+        superseded: threading.Event,
+        progress: Callable[[float], None] = lambda _share: None,
+        on_fault: Callable[[Fault], None] = lambda _fault: None,
+        sources: Iterable[Source] = (),
+        bytes_per_s: int = 0,
+    ) -> Applied:
         """Hold exactly ``slots[i][s]`` in slot ``s`` of layer ``moe_layers[i]``.
 
-        Loads only what is missing and frees what is gone; idempotent. Runs on the loader thread.
-        ``progress`` is told the share of the wanted experts that are in place. Returns how many
-        experts were loaded. Raises ``SlotError`` before anything changes, ``SupersededError``
-        between two experts, or whatever reading the checkpoint raises.
+        Loads only what no slot of the layer holds, from ``sources`` in their order and else from
+        the checkpoint, at most ``bytes_per_s`` (0: no limit), and frees what is gone; idempotent.
+        A slot whose expert cannot be had is left empty, and the others go on. Runs on the loader
+        thread, as do ``progress``, told the share of the wanted experts that are in place, and
+        ``on_fault``, told of each source that failed; it may raise to give up.
+
+        Raises ``SlotError`` before anything changes, or ``SupersededError`` between two experts.
         """
         wanted = self._checked(moe_layers, slots)
         total = sum(expert != EMPTY for experts in wanted.values() for expert in experts)
-        in_place = loaded = 0
-        for layer, experts in wanted.items():
-            bank = self._bank(layer, len(experts))
-            missing = self._free(bank, experts)
-            in_place += sum(expert != EMPTY for expert in experts) - len(missing)
-            for slot, expert in missing:
-                progress(in_place / total)
-                if superseded():
-                    raise SupersededError
-                weights = bank.prepare(*self._read_expert(layer, expert))
-                with self.lock:
-                    bank.install(slot, expert, weights)
-                in_place += 1
-                loaded += 1
+        missing = [
+            (layer, slot, expert)
+            for layer, experts in wanted.items()
+            for slot, expert in self._arrange(layer, experts)
+        ]
+        job = _Job(superseded, on_fault, sources)
+        pace = Pace(bytes_per_s)
+        in_place = total - len(missing)
+        for layer, slot, expert in missing:
+            progress(in_place / total)
+            if superseded.wait(pace.delay(monotonic())):
+                raise SupersededError
+            held = self._held[layer].get(expert)  # loaded a moment ago for another slot
+            if held is None:
+                began, before = monotonic(), job.loaded_bytes
+                held = self._load(job, layer, slot, expert)
+                pace.loaded(job.loaded_bytes - before, began)
+                if held is None:
+                    continue
             with self.lock:
-                self.banks[layer] = bank
+                self._held[layer] = self._held[layer] | {expert: held}
+                self.banks[layer].install(slot, expert, held.weights)
+            in_place += 1
         self.epoch = epoch
         progress(1.0)
-        return loaded
+        return Applied(job.loaded, job.from_peers, job.loaded_bytes, tuple(job.faults))
+
+    def discard(self, layer: int, expert: int, held: Held) -> None:
+        """Empty the slots that hold ``held``, which is no longer right: better ``STALE`` than a
+        wrong answer. Any thread; ``apply`` loads the expert again.
+        """
+        with self.lock:
+            if self._held[layer].get(expert) is not held:
+                return
+            bank = self.banks[layer]
+            for slot, holds in enumerate(bank.holds.tolist()):
+                if holds == expert:
+                    bank.clear(slot)
+            self._held[layer] = {e: h for e, h in self._held[layer].items() if e != expert}
 
     def _checked(
         self, moe_layers: Sequence[int], slots: Sequence[Sequence[int]]
@@ -123,25 +234,65 @@ class SlotTable:
                 )
         return dict(zip(moe_layers, slots, strict=True))
 
-    def _bank(self, layer: int, num_slots: int) -> ExpertBank:
-        """The layer's bank, or a new one that takes its place only when it is filled."""
-        bank = self.banks.get(layer)
-        if bank is not None and bank.num_slots == num_slots:
-            return bank
-        new = self._new_bank(num_slots)
-        if bank is None:
-            with self.lock:
-                self.banks[layer] = new
-        return new
-
-    def _free(self, bank: ExpertBank, experts: Sequence[int]) -> list[tuple[int, int]]:
-        """Empty the slots whose expert is gone; returns the ``(slot, expert)`` to be loaded."""
+    def _arrange(self, layer: int, experts: Sequence[int]) -> list[tuple[int, int]]:
+        """Everything that needs no loading, at once: the number of slots, experts that another slot
+        of the layer holds already, slots to be emptied. Returns the ``(slot, expert)`` to load.
+        """
         missing = []
+        bank = self.banks.get(layer) or self._new_bank(len(experts))
         with self.lock:
+            self.banks[layer] = bank
+            # Held on to until the lock is free: the compute thread does not wait for ``free``.
+            known = self._held[layer]
+            if bank.num_slots != len(experts):
+                bank.resize(len(experts))
             for slot, (old, new) in enumerate(zip(bank.holds.tolist(), experts, strict=True)):
-                if old != new:
-                    if old != EMPTY:
-                        bank.clear(slot)
-                    if new != EMPTY:
-                        missing.append((slot, new))
+                if old == new:
+                    continue
+                if new in known:
+                    bank.install(slot, new, known[new].weights)
+                    continue
+                if old != EMPTY:
+                    bank.clear(slot)
+                if new != EMPTY:
+                    missing.append((slot, new))
+            self._held[layer] = {e: held for e, held in known.items() if e in experts}
         return missing
+
+    def _load(self, job: _Job, layer: int, slot: int, expert: int) -> Held | None:
+        """The expert, or None when neither a peer nor the checkpoint could give it. Raises
+        ``SupersededError``.
+        """
+        bank = self.banks[layer]
+        for source in job.sources[layer, slot] if self._fetch is not None else ():
+            if source.address in job.silent:
+                continue
+            assert self._fetch is not None
+            try:
+                held, size = from_peer(bank, self._fetch, source, expert, job.superseded)
+            except LoadError as error:
+                if isinstance(error, PeerError) and error.gone:
+                    job.silent.add(source.address)
+                self._failed(job, Fault(layer, slot, expert, error.kind, str(error), source.peer))
+            else:
+                job.from_peers += 1
+                self._loaded(job, "peer", size)
+                return held
+        try:
+            held, size = from_checkpoint(bank, self._read_expert, layer, expert)
+        except LoadError as error:
+            job.faults.append(SlotFault(layer, slot, expert, str(error)))
+            self._failed(job, Fault(layer, slot, expert, error.kind, str(error)))
+            return None
+        self._loaded(job, "checkpoint", size)
+        return held
+
+    def _loaded(self, job: _Job, source: str, size: int) -> None:
+        job.loaded += 1
+        job.loaded_bytes += size
+        self.tally.loaded[source] += 1
+        self.tally.loaded_bytes[source] += size
+
+    def _failed(self, job: _Job, fault: Fault) -> None:
+        self.tally.faults[fault.kind] += 1
+        job.on_fault(fault)

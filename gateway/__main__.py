@@ -1,7 +1,13 @@
 """``python -m gateway``: one gateway of a mesh."""
 
-from gateway.service import serve
-from mesh.service import run_service
+from __future__ import annotations
+
+import signal
 
 if __name__ == "__main__":
+    # While modules are imported there is nothing to clean up: a Ctrl-C ends that at once.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from gateway.service import serve
+    from mesh.service import run_service
+
     run_service("gateway", serve)

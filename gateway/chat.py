@@ -18,8 +18,8 @@ from gateway.text import TokenizerError
 from moe_model.errors import CheckpointError
 from moe_model.text_files import read_chat_template, template_environment
 
-_TEXT_PARTS = ("text", "input_text")
-_ROLES = ("system", "developer", "user", "assistant")
+TEXT_PARTS = ("text", "input_text")
+ROLES = ("system", "developer", "user", "assistant")
 
 
 class _TemplateRefusedError(Exception):
@@ -114,9 +114,9 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         role = message.get("role")
-        if role not in _ROLES:
+        if role not in ROLES:
             raise InvalidRequest(
-                f"{where}.role: expected one of {', '.join(_ROLES)}, got {role!r}.",
+                f"{where}.role: expected one of {', '.join(ROLES)}, got {role!r}.",
                 param=f"{where}.role",
             )
         extra = [
@@ -151,7 +151,7 @@ def _text(content: Any, where: str) -> str:
     for i, part in enumerate(content):
         place = f"{where}[{i}]"
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in _TEXT_PARTS:
+        if kind not in TEXT_PARTS:
             raise InvalidRequest(
                 f"{place}.type: only text parts are supported, got {kind!r}.",
                 param=f"{place}.type",

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import msgspec
 
 _SHOWN_CHARACTERS = 40
+_MAX_MESSAGE_CHARACTERS = 1000
 
 
 def shown(value: float | str) -> str:
@@ -49,9 +50,11 @@ class ApiError(Exception):
     def __init__(
         self, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
+        # Both may quote the client, who may have sent megabytes.
+        message = message[:_MAX_MESSAGE_CHARACTERS]
         super().__init__(message)
         self.message = message
-        self.param = param
+        self.param = param[:_MAX_MESSAGE_CHARACTERS] if param else None
         self.headers = dict(headers or {})
 
     def body(self) -> bytes:
@@ -100,6 +103,28 @@ class MalformedHttp(InvalidRequest):
     code = "invalid_http"
 
 
+class HeadTooLarge(InvalidRequest):
+    """The request line and headers are more than the gateway takes."""
+
+    status = 431
+    code = "headers_too_large"
+
+
+class WrongKey(InvalidRequest):
+    """No API key, or one that nobody has. Never says which was presented."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class Forbidden(ApiError):
+    """Whoever asks may not do this."""
+
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
+
+
 class UnsupportedEncoding(InvalidRequest):
     """The body is compressed."""
 
@@ -140,9 +165,26 @@ class Overloaded(ApiError):
     type = "rate_limit_error"
     code = "queue_full"
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
+    def __init__(
+        self, message: str, *, retry_after_s: float, headers: Mapping[str, str] | None = None
+    ) -> None:
         # The header takes whole seconds; 0 would invite an immediate retry.
-        super().__init__(message, headers={"Retry-After": str(max(1, math.ceil(retry_after_s)))})
+        after = {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+        super().__init__(message, headers={**(headers or {}), **after})
+
+
+class RateLimited(Overloaded):
+    """The client's key has used what it may use for now."""
+
+    code = "rate_limit_exceeded"
+
+
+class TooManyConnections(Overloaded):
+    """The gateway has as many connections as it takes."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "too_many_connections"
 
 
 class Unavailable(ApiError):
@@ -163,7 +205,7 @@ class GenerationFailed(ApiError):
 
 
 class TimedOut(ApiError):
-    """The request took longer than ``gateway.request_timeout_s``."""
+    """The request took longer than it may: X-Request-Timeout or ``gateway.request_timeout_s``."""
 
     status = 504
     type = "timeout_error"

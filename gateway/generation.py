@@ -19,6 +19,7 @@ from gateway.errors import TimedOut
 from gateway.meters import Meters
 from gateway.output import Choice, Piece
 from gateway.sequences import Mailbox, Sequence, SequenceTable
+from gateway.tenants import Tenant
 
 
 class ClientGone(Exception):
@@ -29,7 +30,7 @@ class Generation:
     """Runs ``sequences[i]`` for ``choices[i]``; all share ``mailbox``.
 
     ``arrived``, ``deadline``: monotonic seconds; after the deadline ``next`` raises ``TimedOut``.
-    ``admission`` has already admitted the sequences and gets them back at the end.
+    ``admission`` has already admitted the sequences of ``tenant`` and gets them back at the end.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Generation:
         *,
         table: SequenceTable,
         admission: Admission,
+        tenant: Tenant,
         meters: Meters,
         mailbox: Mailbox,
         sequences: Seq[Sequence],
@@ -46,6 +48,7 @@ class Generation:
     ) -> None:
         self._table = table
         self._admission = admission
+        self._tenant = tenant
         self._meters = meters
         self._mailbox = mailbox
         self._sequences: Mapping[int, Sequence] = {s.choice: s for s in sequences}
@@ -85,9 +88,9 @@ class Generation:
     ) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._table.close(list(self._sequences.values()))
         now = time.monotonic()
-        self._admission.finish(len(self._sequences), now)
+        self._table.close(list(self._sequences.values()), now)
+        self._admission.finish(self._tenant, len(self._sequences), now)
         self._meters.generation_tokens.inc(self.generated_tokens)
         self._meters.e2e_request_latency.observe(now - self._arrived)
         if kind is ClientGone:
@@ -112,14 +115,14 @@ class Generation:
                     continue
                 pieces.append(piece)
                 if piece.finish is not None:
-                    self._finish(index, piece.finish)
+                    self._finish(index, piece.finish, now)
         return pieces
 
-    def _finish(self, index: int, reason: str) -> None:
+    def _finish(self, index: int, reason: str, now: float) -> None:
         self._open -= 1
         self._meters.request_success.labels(reason).inc()
         if self.choices[index].stopped:
-            self._table.close([self._sequences[index]])
+            self._table.close([self._sequences[index]], now)
 
     def _measure(self, index: int, tokens: int, now: float) -> None:
         if not tokens:

@@ -13,7 +13,6 @@ from typing import Any
 
 from structlog.typing import FilteringBoundLogger
 
-from gateway.affinity import PrefixTable
 from gateway.routers import Routers
 from gateway.sequences import SequenceTable
 from mesh.links import ClientLink, LinkClosed, LinkError, Net
@@ -27,8 +26,8 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 class Pool:
     """Routers as this gateway reaches them.
 
-    ``table``: the sequences in the mesh. ``spawn`` runs reading tasks under the service's
-    supervision.
+    ``table``: the sequences in the mesh. ``routers``: owned by the pool from now on. ``spawn``
+    runs reading tasks under the service's supervision.
     """
 
     def __init__(
@@ -37,6 +36,7 @@ class Pool:
         *,
         gateway: str,
         incarnation: int,
+        routers: Routers,
         router_wait_s: float,
         spawn: Spawn,
         log: FilteringBoundLogger,
@@ -46,14 +46,19 @@ class Pool:
         self._spawn = spawn
         self._log = log
         self._stopping = False
+        self.drained = False
+        """An administrator wants this gateway to get no more requests; it serves those that come
+        all the same."""
         self._was_ready = False
         self._links: dict[str, ClientLink[FromRouter, ToRouter]] = {}
-        self._routers = Routers(PrefixTable())
+        self._routers = routers
         self.table = SequenceTable(self._routers, self._send, router_wait_s=router_wait_s)
 
     def why_not_ready(self) -> str:
         """Empty when the mesh can run a token, else why not."""
-        return "the gateway is stopping" if self._stopping else self._routers.why_not_ready()
+        if self._stopping:
+            return "the gateway is stopping"
+        return "the gateway drains" if self.drained else self._routers.why_not_ready()
 
     def stop(self) -> None:
         """From now on not ready; what runs goes on."""
@@ -106,6 +111,7 @@ class Pool:
                 self._net,
                 member.control,
                 receives=FromRouter,
+                server=id_,
                 on_up=lambda: self._on_up(id_),
                 on_down=lambda: self._on_down(id_),
             )

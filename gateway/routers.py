@@ -8,22 +8,27 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from gateway.affinity import PrefixTable
-from mesh.messages import Load, Member, MemberState, Pong, View
+from mesh.messages import Member, MemberState, Pong, View
 
 SILENT_S = 5.0
 """A connected router that answers no Ping for this long is taken for hung."""
+_LEAST_FREE = 8
+"""A router that has less than one part in this many of its KV blocks free can take no more."""
 _AFFINITY_SLACK = 4
 """Sequences by which the router that knows the prefix may be busier than the idlest one."""
 _IN_MESH: frozenset[MemberState] = frozenset({"joining", "loading", "ready", "suspect", "draining"})
 
 
 class Router:
-    """One router. ``active``: this gateway's sequences on it; ``others``: other gateways'."""
+    """One router. ``active``: this gateway's sequences on it; ``others``: other gateways';
+    ``capacity``: how many it can run at once.
+    """
 
-    __slots__ = ("active", "heard_at", "link_up", "member", "others", "ready", "reason")
+    __slots__ = ("active", "capacity", "heard_at", "link_up", "member", "others", "ready", "reason")
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, capacity: int) -> None:
         self.member = member
+        self.capacity = capacity
         self.link_up = False
         self.ready = False
         self.reason = "has not answered yet"
@@ -42,11 +47,18 @@ class Router:
 
 
 class Routers:
-    """All routers of the newest view."""
+    """All routers of the newest view.
 
-    def __init__(self, prefixes: PrefixTable) -> None:
+    ``max_running``: sequences that share a step of one. ``slack``: how many more one should have
+    waiting, to begin with while this gateway learns that others have ended.
+    """
+
+    def __init__(self, prefixes: PrefixTable, *, max_running: int, slack: int) -> None:
         self._routers: dict[str, Router] = {}
         self._prefixes = prefixes
+        self._max_running = max_running
+        self._slack = slack
+        self._gateways = 1
         self._has_view = False
 
     def apply(self, view: View) -> tuple[list[Member], list[str]]:
@@ -57,6 +69,8 @@ class Routers:
         be one with a smaller version.
         """
         self._has_view = True
+        gateways = [m for m in view.members if m.role == "gateway" and m.state in _IN_MESH]
+        self._gateways = max(1, len(gateways))
         present = {
             member.id: member
             for member in view.members
@@ -76,7 +90,7 @@ class Routers:
         for id_, member in present.items():
             known = self._routers.get(id_)
             if known is None:
-                self._routers[id_] = Router(member)
+                self._routers[id_] = Router(member, self._max_running)
             else:
                 known.member = member
         return added, gone
@@ -115,7 +129,12 @@ class Routers:
             return False
         router.ready = pong.ready
         router.reason = pong.reason
-        router.others = max(0, _sequences(pong.load) - router.active)
+        load = pong.load
+        router.others = max(0, load.running + load.waiting - router.active)
+        if load.waiting and load.kv_blocks_free * _LEAST_FREE < load.kv_blocks_total:
+            router.capacity = max(1, load.running)
+        else:
+            router.capacity = min(self._max_running, router.capacity + self._slack)
         return router.takes_work and not before
 
     def refused(self, id_: str, reason: str) -> None:
@@ -153,6 +172,22 @@ class Routers:
                 return matched
         return idlest.member.id
 
+    def room(self) -> int:
+        """How many more sequences this gateway should send to routers now; 0 when none takes work.
+
+        More would only wait there in order of arrival, whoever's they are. Where other gateways
+        are busy, each may have its part of a router.
+        """
+        return sum(
+            max(0, self._share(router) + self._slack - router.active)
+            for router in self._routers.values()
+            if router.takes_work
+        )
+
+    def _share(self, router: Router) -> int:
+        part = -(-router.capacity // self._gateways)
+        return max(router.capacity - router.others, part)
+
     def taken(self, id_: str, prompt: Sequence[int]) -> None:
         """A sequence went to ``id_``."""
         router = self._routers.get(id_)
@@ -179,7 +214,3 @@ class Routers:
             f"{id_}: {router.member.detail or router.reason or router.member.state}"
             for id_, router in sorted(self._routers.items())
         )
-
-
-def _sequences(load: Load) -> int:
-    return load.running + load.waiting

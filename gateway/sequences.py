@@ -1,9 +1,10 @@
 """Every sequence this gateway has in the mesh, and where: submit, follow, move, cancel.
 
 No I/O and no clock: ``send`` is given and time is an argument (monotonic seconds), so that
-losses and refusals are tested without a network. A sequence that has no router, because none is
-ready or its own died, waits here for one; it is submitted again with the tokens it already has,
-under a new name, so that a late message of its old router cannot reach it.
+losses and refusals are tested without a network. A new sequence waits for its tenant's turn until
+the routers have room. One that lost its router waits for another, ahead of the new ones; it is
+submitted again with the tokens it already has, under a new name, so that a late message of its old
+router cannot reach it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from collections.abc import Callable
 import msgspec
 
 from gateway.errors import ApiError, GenerationFailed, InvalidValue, Overloaded, Unavailable
+from gateway.fairness import FairQueue
 from gateway.routers import Routers
+from gateway.tenants import Tenant
 from mesh.messages import Cancel, Delta, Rejected, Sampling, Submit, Tokens, ToRouter
 
 _MAX_MOVES = 8
@@ -66,7 +69,10 @@ class Mailbox:
 
 
 class Sequence:
-    """One sequence of a request: ``choice`` is its place there."""
+    """One sequence of a request: ``choice`` is its place there.
+
+    ``priority``: among its tenant's, the lower comes first. ``router_priority``: as of ``Submit``.
+    """
 
     __slots__ = (
         "attempts",
@@ -76,11 +82,14 @@ class Sequence:
         "mailbox",
         "moves",
         "output",
+        "priority",
         "prompt",
         "prompt_seen",
         "refused_by",
         "router",
+        "router_priority",
         "sampling",
+        "tenant",
         "trace",
         "wait_until",
         "wire",
@@ -96,6 +105,9 @@ class Sequence:
         trace: str,
         mailbox: Mailbox,
         deadline: float,
+        tenant: Tenant,
+        priority: int = 0,
+        router_priority: int = 0,
     ) -> None:
         self.id = id_
         self.choice = choice
@@ -104,6 +116,9 @@ class Sequence:
         self.trace = trace
         self.mailbox = mailbox
         self.deadline = deadline
+        self.tenant = tenant
+        self.priority = priority
+        self.router_priority = router_priority
         self.output: list[int] = []
         self.prompt_seen = False  # the first delta has come
         self.router = ""  # where it runs; empty while it has none
@@ -124,6 +139,7 @@ class Sequence:
             prompt=self.prompt,
             sampling=sampling,
             output=tuple(self.output),
+            priority=self.router_priority,
             deadline_ms=max(1, round((self.deadline + _ROUTER_DEADLINE_SLACK_S - now) * 1000)),
         )
 
@@ -132,9 +148,9 @@ class SequenceTable:
     """All open sequences.
 
     ``send(router, message) -> bool``: False when it could not be sent. ``router_wait_s``: how
-    long a sequence waits for the first router that takes it. One that lost its router waits for
-    another to its own deadline: its client may already read, and a pause is better than a broken
-    answer.
+    long a sequence waits for the first router that takes it, where none is ready. One that lost
+    its router waits for another to its own deadline: its client may already read, and a pause is
+    better than a broken answer.
     """
 
     def __init__(
@@ -143,43 +159,58 @@ class SequenceTable:
         self._routers = routers
         self._send = send
         self._router_wait_s = router_wait_s
+        self._queue: FairQueue[Sequence] = FairQueue()  # new ones, until the routers have room
         self._running: dict[str, Sequence] = {}
-        self._waiting: dict[Sequence, None] = {}  # in order of arrival
+        self._waiting: dict[Sequence, None] = {}  # begun ones without a router, oldest first
+        self._unready_since: float | None = None  # since when no router takes work
         self.moved = 0
         """Sequences taken over from a lost router since start."""
 
     def __len__(self) -> int:
-        return len(self._running) + len(self._waiting)
+        return len(self._running) + self.waiting
 
     @property
     def waiting(self) -> int:
         """Sequences that have no router now."""
-        return len(self._waiting)
+        return len(self._queue) + len(self._waiting)
 
     def open(self, sequence: Sequence, now: float) -> None:
-        """Run ``sequence``; its mailbox gets deltas, the last with ``finish``, or an error."""
+        """Run ``sequence`` when it is its tenant's turn; its mailbox gets deltas, the last with
+        ``finish``, or an error.
+        """
         sequence.wait_until = now + self._router_wait_s
-        self._place(sequence, now)
+        self._queue.push(
+            sequence,
+            sequence.tenant.name,
+            weight=sequence.tenant.limits.weight,
+            priority=sequence.priority,
+        )
+        self._next(now)
 
-    def close(self, sequences: list[Sequence]) -> None:
+    def close(self, sequences: list[Sequence], now: float) -> None:
         """Forget ``sequences``; those that have not finished are cancelled on their routers."""
         cancels: dict[str, list[str]] = {}
         for sequence in sequences:
+            self._queue.remove(sequence)
             self._waiting.pop(sequence, None)
             if sequence.router:
                 cancels.setdefault(sequence.router, []).append(sequence.wire)
                 self._take_away(sequence)
         for router, wires in cancels.items():
             self._send(router, Cancel(requests=tuple(wires)))
+        if cancels:
+            self._next(now)
 
     def on_tokens(self, message: Tokens, now: float) -> None:
         """Hand each delta to its sequence; deltas of unknown sequences are late and dropped."""
         running = self._running
+        ended = False
         for delta in message.deltas:
             sequence = running.get(delta.request)
             if sequence is None:
                 continue
             if delta.finish is not None:
+                ended = True
                 self._take_away(sequence)
                 if delta.finish == "cancelled":
                     # Not by us, or it would be unknown: the router gave it up.
@@ -190,7 +221,10 @@ class SequenceTable:
                     continue
             sequence.prompt_seen = True
             sequence.output.extend(delta.tokens)
+            self._spend(sequence, len(delta.tokens))
             sequence.mailbox.put(sequence.choice, delta)
+        if ended:
+            self._next(now)
 
     def on_rejected(self, message: Rejected, now: float) -> None:
         """Try the next router, wait for one that is ready, or tell the client."""
@@ -226,7 +260,7 @@ class SequenceTable:
 
     def fail_all(self, error: ApiError) -> None:
         """Let every open sequence's request end with ``error``."""
-        for sequence in (*self._running.values(), *self._waiting):
+        for sequence in (*self._running.values(), *self._waiting, *self._queue):
             sequence.mailbox.fail(error)
 
     def place_waiting(self, now: float) -> None:
@@ -234,6 +268,34 @@ class SequenceTable:
         waiting, self._waiting = self._waiting, {}
         for sequence in waiting:
             self._place(sequence, now)
+        self._next(now)
+
+    def _next(self, now: float) -> None:
+        """Send as many of those whose turn it is as the routers have room for."""
+        if why := self._routers.why_not_ready():
+            self._give_up(why, now)
+            return
+        self._unready_since = None
+        room = self._routers.room() - len(self._waiting)
+        while room > 0 and (sequence := self._queue.pop()) is not None:
+            room -= 1
+            sequence.wait_until = now + self._router_wait_s
+            self._spend(sequence, len(sequence.prompt))
+            self._place(sequence, now)
+
+    def _give_up(self, why: str, now: float) -> None:
+        """Tell those for whom no router has become ready in time."""
+        if self._unready_since is None:
+            self._unready_since = now
+        if now < self._unready_since + self._router_wait_s:
+            return
+        for sequence in [s for s in self._queue if now >= s.wait_until]:
+            self._queue.remove(sequence)
+            sequence.mailbox.fail(_unready(why))
+
+    def _spend(self, sequence: Sequence, tokens: int) -> None:
+        self._queue.charge(sequence.tenant.name, tokens)
+        sequence.tenant.spend(tokens)
 
     def _place(self, sequence: Sequence, now: float) -> None:
         router = self._routers.pick(sequence.prompt, sequence.refused_by)
@@ -252,7 +314,7 @@ class SequenceTable:
             self._waiting[sequence] = None
             return
         why = self._routers.why_not_ready() or "no router could take the request"
-        sequence.mailbox.fail(Unavailable(f"The mesh cannot run a token now: {why}."))
+        sequence.mailbox.fail(_unready(why))
 
     def _move(self, sequence: Sequence, now: float) -> None:
         sequence.moves += 1
@@ -270,6 +332,10 @@ class SequenceTable:
         del self._running[sequence.wire]
         self._routers.left(sequence.router)
         sequence.router = ""
+
+
+def _unready(why: str) -> Unavailable:
+    return Unavailable(f"The mesh cannot run a token now: {why}.")
 
 
 def _failure(delta: Delta) -> ApiError:

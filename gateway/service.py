@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import resource
 import socket
 import time
 from pathlib import Path
 
+from gateway.access import guard, tls_context
 from gateway.admission import Admission
+from gateway.affinity import PrefixTable
 from gateway.api.app import build_app
 from gateway.api.engine import Engine, ServedModel
 from gateway.api.sampling import Defaults
@@ -17,13 +20,16 @@ from gateway.chat import find_template
 from gateway.errors import Unavailable
 from gateway.meters import Meters
 from gateway.pool import Pool
+from gateway.routers import Routers
 from gateway.server import Server
 from gateway.text import Tokenizer, TokenizerError
+from mesh.admin import PlannerDesk
+from mesh.listener import authority, bound_socket
 from mesh.member import Member
-from mesh.messages import Hello, Load
+from mesh.messages import Hello, Load, View
 from mesh.rundir import planner_address
 from mesh.service import CannotServe, Context
-from mesh.settings import GatewaySettings, ModelSettings
+from mesh.settings import GatewaySettings, ModelSettings, RouterSettings
 from mesh.supervise import Supervisor
 from moe_model.errors import CheckpointError
 from moe_model.shipped import checkpoint_dir, model_id
@@ -31,6 +37,9 @@ from moe_model.spec import SamplingDefaults, load_spec, serving_digest
 
 _BACKLOG = 1024
 _FINISH_S = 5.0
+_LAST_REQUESTS_S = 1.0
+"""How long a connection that was taken at the last moment has to send its request."""
+_LOOK_S = 0.05
 _FLUSH_S = 2.0
 """How long clients of requests that were ended have to read it."""
 
@@ -79,46 +88,51 @@ def _defaults(given: SamplingDefaults) -> Defaults:
     )
 
 
-def listen(settings: GatewaySettings) -> socket.socket:
-    """A bound socket for the HTTP server; raises ``CannotServe`` when the address is taken."""
+def listen(settings: GatewaySettings, inherited: int = -1) -> socket.socket:
+    """A listening socket for the HTTP server: ``inherited``, if that is a descriptor, else one of
+    its own. Raises ``CannotServe`` when the address is taken or the descriptor is none.
+    """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        if inherited >= 0:
+            listener = socket.socket(fileno=inherited)
+        else:
+            listener = bound_socket(settings.host, settings.port)
         listener.listen(_BACKLOG)
     except OSError as error:
-        where = _authority(settings.host, settings.port)
+        where = authority(settings.host, settings.port)
         raise CannotServe(f"cannot listen on {where}: {error.strerror or error}") from error
     listener.setblocking(False)
     return listener
 
 
-def _authority(host: str, port: int) -> str:
-    """``host:port`` as a URL writes it: IPv6 addresses stand in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def known_routers(settings: RouterSettings) -> Routers:
+    """No router yet; how much each will take is in the mesh's configuration."""
+    slack = min(settings.max_waiting, max(1, settings.max_running // 8))
+    return Routers(PrefixTable(), max_running=settings.max_running, slack=slack)
 
 
 async def serve(ctx: Context, *, finish_s: float = _FINISH_S) -> None:
-    """Serve until ``ctx.stopping``, and ``finish_s`` longer for requests that then still run.
+    """Serve until ``ctx.stopping``. Then no connection is taken any more; a gateway that drains
+    ends what it was asked for, one that must stop at once has ``finish_s`` for it.
 
     Raises ``CannotServe``.
     """
     settings = ctx.settings.gateway
-    listener = listen(settings)
+    doorman = guard(settings, os.environ)
+    tls = tls_context(settings)
+    listener = listen(settings, ctx.listen_fd)
     model, digest = served_model(ctx.settings.model)
     port = listener.getsockname()[1]
-    url = f"http://{_authority(settings.host, port)}"
+    url = f"{'https' if tls else 'http'}://{authority(settings.host, port)}"
     meters = Meters(ctx.registry)
-    admission = Admission(settings.max_queue, time.monotonic())
+    admission = Admission(settings.max_queue, doorman.tenants, time.monotonic())
 
     async with Supervisor(ctx.log) as front:
         pool = Pool(
             ctx.net,
             gateway=ctx.id,
             incarnation=ctx.incarnation,
+            routers=known_routers(ctx.settings.router),
             router_wait_s=settings.router_wait_s,
             spawn=front.task,
             log=ctx.log,
@@ -131,8 +145,18 @@ async def serve(ctx: Context, *, finish_s: float = _FINISH_S) -> None:
             spawn=front.task,
             max_body_bytes=settings.max_body_bytes,
             request_timeout_s=settings.request_timeout_s,
+            one_tenant=doorman.one_tenant,
         )
         _watch(meters, engine)
+
+        def apply_view(view: View) -> None:
+            pool.apply_view(view)
+            pool.drained = any(
+                (one.id, one.incarnation, one.state) == (ctx.id, ctx.incarnation, "draining")
+                for one in view.members
+            )
+            server.lets_go = pool.drained or ctx.stopping.is_set()
+
         member = Member(
             ctx.net,
             planner_address(ctx.settings),
@@ -151,12 +175,21 @@ async def serve(ctx: Context, *, finish_s: float = _FINISH_S) -> None:
                 waiting=pool.table.waiting,
                 resident_bytes=_resident_bytes(),
             ),
-            on_view=pool.apply_view,
+            on_view=apply_view,
             log=ctx.log,
             state="ready",
         )
         server = Server(
-            build_app(engine, ctx.registry, ctx.log), grace_s=math.ceil(finish_s + _FLUSH_S)
+            build_app(
+                engine,
+                doorman,
+                PlannerDesk(ctx.net, planner_address(ctx.settings)),
+                ctx.registry,
+                ctx.log,
+            ),
+            grace_s=math.ceil(finish_s + _FLUSH_S),
+            max_connections=settings.max_connections,
+            tls=tls,
         )
 
         def end_requests() -> None:
@@ -172,6 +205,8 @@ async def serve(ctx: Context, *, finish_s: float = _FINISH_S) -> None:
                 await ctx.stopping.wait()
                 member.set_state("draining")
                 pool.stop()
+                server.stop_accepting()
+                await ctx.until_drained(_ended(server))
                 server.should_exit = True
                 asyncio.get_running_loop().call_later(finish_s, end_requests)
                 await serving
@@ -182,6 +217,13 @@ async def serve(ctx: Context, *, finish_s: float = _FINISH_S) -> None:
             server.should_exit = True
             await asyncio.wait([serving])
             engine.close()
+
+
+async def _ended(server: Server) -> None:
+    """Until all requests have ended, those of connections included that were taken a moment ago."""
+    await asyncio.sleep(_LAST_REQUESTS_S)
+    while server.busy:  # noqa: ASYNC110 - uvicorn does not say when an answer is complete
+        await asyncio.sleep(_LOOK_S)
 
 
 def _watch(meters: Meters, engine: Engine) -> None:

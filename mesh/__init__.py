@@ -2,12 +2,12 @@
 
 Layers, lowest first (an arrow means "may import")::
 
-    service -> member -> links -> inbox, messages
+    service -> member -> links -> authority -> curve -> inbox, messages
        |          |        |
-       +----------+--------+--> config, logs, metrics, rundir, supervise
+       +----------+--------+--> config, logs, metrics, rundir, supervise -> addresses
 
     membership, placement -> messages, settings
 
 Pure modules (no asyncio, no zmq, no clock): ``messages``, ``settings``, ``config`` (which reads
-one file), ``membership``, ``placement``. Only ``links`` imports zmq.
+one file), ``addresses``, ``authority``, ``membership``, ``placement``. Only ``links`` imports zmq.
 """

@@ -17,25 +17,29 @@ Pure but for reading the one file that it is given.
 from __future__ import annotations
 
 import difflib
-import ipaddress
+import re
 import tomllib
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
+from mesh.addresses import NEEDS_KEYS, address_fault, leaves_host
 from mesh.settings import Settings
 
 ENV_PREFIX = "MOEMESH_"
 CONFIG_VARIABLE = "MOEMESH_CONFIG"
+API_KEYS_VARIABLE = "MOEMESH_API_KEYS"
+ADMIN_KEY_VARIABLE = "MOEMESH_ADMIN_KEY"
+SECRET_VARIABLES = (API_KEYS_VARIABLE, ADMIN_KEY_VARIABLE)
+"""Read by the gateway itself: what they hold is no setting and is shown nowhere."""
+API_KEY_NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+API_KEY_NAME_EXPECTED = "expected 1 to 64 letters, digits or any of . _ @ -"
 MAX_GATEWAYS = 64
 """All that a launcher starts share one host, and one gateway serves hundreds of clients."""
 NAME_EXPECTED = "expected 1 to 40 letters, digits, '-' or '_'"
-MAX_SOCKET_PATH_BYTES = 107
-"""``sun_path`` of a Unix socket has 108 bytes, the last one zero (unix(7))."""
 
 
 class ConfigError(ValueError):
@@ -121,15 +125,19 @@ def load(
 
     by_variable = {knob.variable: knob.key for knob in by_key.values()}
     for variable in sorted(environ):
-        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:
+        if not variable.startswith(ENV_PREFIX) or variable in {CONFIG_VARIABLE, *SECRET_VARIABLES}:
             continue
         source = f"environment {variable}"
         if variable not in by_variable:
             head, _, tail = variable.removeprefix(ENV_PREFIX).lower().partition("_")
-            expected = "no such setting" + _suggest_key(
-                f"{head}.{tail}", by_key, lambda key: by_key[key].variable
+            secret = close_name(variable, SECRET_VARIABLES)
+            expected = "no such setting" + (
+                f"; did you mean {secret}?"
+                if secret
+                else _suggest_key(f"{head}.{tail}", by_key, lambda key: by_key[key].variable)
             )
-            raise ConfigError(variable, environ[variable], expected, source)
+            # Its value is not shown: it may be the key that a misspelled variable was to hold.
+            raise ConfigError(variable, None, expected, source)
         put(by_variable[variable], environ[variable], source, text=True)
 
     for key, value in overrides.items():
@@ -228,9 +236,11 @@ _RULES: Mapping[str, _Rule] = {
     "mesh.gateways": _Rule(lambda v: 0 < v <= MAX_GATEWAYS, f"expected 1 to {MAX_GATEWAYS}"),
     "mesh.routers": _POSITIVE,
     "mesh.experts": _POSITIVE,
+    "mesh.drain_timeout_s": _NOT_NEGATIVE,
     "gateway.host": _HOST,
     "gateway.port": _PORT,
     "gateway.max_queue": _POSITIVE,
+    "gateway.max_connections": _POSITIVE,
     "gateway.max_body_bytes": _POSITIVE,
     "gateway.request_timeout_s": _POSITIVE,
     "gateway.router_wait_s": _NOT_NEGATIVE,
@@ -246,6 +256,18 @@ _RULES: Mapping[str, _Rule] = {
     "expert.slots_per_layer": _NOT_NEGATIVE,
     "expert.max_lanes": _POSITIVE,
     "planner.redundant_slots": _NOT_NEGATIVE,
+    "planner.spare_slots": _NOT_NEGATIVE,
+    "planner.interval_s": _POSITIVE,
+    "planner.window_s": _POSITIVE,
+    "planner.window_buckets": _Rule(lambda v: 0 < v <= 600, "expected 1 to 600"),
+    "planner.min_window_tokens": _NOT_NEGATIVE,
+    "planner.horizon_s": _POSITIVE,
+    "planner.min_gain": _Rule(lambda v: 0 <= v < 1, "expected a share: 0 or more, less than 1"),
+    "planner.move_bytes_per_s": _NOT_NEGATIVE,
+    "planner.move_slots": _POSITIVE,
+    "planner.phase_timeout_s": _POSITIVE,
+    "planner.hot_factor": _POSITIVE,
+    "planner.cold_factor": _NOT_NEGATIVE,
     "planner.heartbeat_ms": _Rule(lambda v: v >= 10, "expected 10 or more"),
     "planner.suspect_after_ms": _POSITIVE,
     "planner.dead_after_ms": _POSITIVE,
@@ -261,19 +283,34 @@ def _check_values(values: Mapping[str, Any], origin: Mapping[str, str]) -> None:
     for key, rule in _RULES.items():
         if not rule.accepts(values[key]):
             refuse(key, rule.expected)
+    keys = values["security.curve_dir"] or (
+        values["security.key_file"] and values["security.allow_file"]
+    )
     for key in ("mesh.planner", "mesh.broadcast"):
         if values[key] and (expected := address_fault(values[key])):
             refuse(key, expected)
+        if leaves_host(values[key]) and not keys and not values["security.allow_insecure"]:
+            refuse(key, f"expected a loopback host, or {NEEDS_KEYS}")
     if values["mesh.planner"] and values["mesh.planner"] == values["mesh.broadcast"]:
         refuse("mesh.broadcast", "expected another address than mesh.planner")
-    if values["mesh.run_dir"] and not Path(values["mesh.run_dir"]).is_absolute():
-        refuse("mesh.run_dir", "expected an absolute path")
+    for key in (
+        "mesh.run_dir",
+        "mesh.state_dir",
+        "security.curve_dir",
+        "security.key_file",
+        "security.allow_file",
+    ):
+        if values[key] and not Path(values[key]).is_absolute():
+            refuse(key, "expected an absolute path")
     if values["gateway.port"] and values["gateway.port"] + values["mesh.gateways"] > 65536:
         refuse(
             "gateway.port",
             f"expected at most {65536 - values['mesh.gateways']}: the last of mesh.gateways = "
             f"{values['mesh.gateways']} listens on port + {values['mesh.gateways'] - 1}",
         )
+    for key, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+        if values[f"gateway.{key}"] and not values[f"gateway.{other}"]:
+            refuse(f"gateway.{key}", f"expected gateway.{other} as well")
     if values["mesh.routers"] > values["expert.max_lanes"]:
         refuse(
             "mesh.routers",
@@ -285,6 +322,12 @@ def _check_values(values: Mapping[str, Any], origin: Mapping[str, str]) -> None:
             "router.max_running",
             f"expected at most router.max_step_tokens = {values['router.max_step_tokens']}: "
             "each running sequence takes one token of a step",
+        )
+    if values["planner.cold_factor"] > values["planner.hot_factor"] / 2:
+        refuse(
+            "planner.cold_factor",
+            f"expected at most half of planner.hot_factor = {values['planner.hot_factor']}, or a "
+            "replica that one plan adds the next one takes away",
         )
     heartbeat = values["planner.heartbeat_ms"]
     if values["planner.suspect_after_ms"] < 2 * heartbeat:
@@ -307,38 +350,3 @@ def name_fault(name: str) -> str:
     short = 0 < len(name) <= 40
     plain = all(c.isascii() and (c.isalnum() or c in "-_") for c in name)
     return "" if short and plain else NAME_EXPECTED
-
-
-def address_fault(address: str) -> str:
-    """What is wrong with a ZeroMQ address, in words; empty when it can be used.
-
-    Accepted: ``ipc:///absolute/path`` of at most 107 bytes, and ``tcp://HOST:PORT`` on a loopback
-    host. Others are refused until CURVE keys are configured: this link carries commands.
-    """
-    if address.startswith("ipc://"):
-        path = address.removeprefix("ipc://")
-        if not path.startswith("/"):
-            return "expected an absolute path after ipc://"
-        if (size := len(path.encode())) > MAX_SOCKET_PATH_BYTES:
-            return f"the socket path has {size} bytes, expected at most {MAX_SOCKET_PATH_BYTES}"
-        return ""
-    if address.startswith("tcp://"):
-        try:
-            parts = urlsplit(address)
-            host, port = parts.hostname or "", parts.port
-        except ValueError:
-            return "expected tcp://HOST:PORT"
-        if not host or not port or parts.path:
-            return "expected tcp://HOST:PORT"
-        if host != "localhost":
-            try:
-                loopback = ipaddress.ip_address(host).is_loopback
-            except ValueError:
-                loopback = False
-            if not loopback:
-                return (
-                    "expected a loopback host: refused until CURVE keys are configured, "
-                    "since anyone who reaches this port could command the mesh"
-                )
-        return ""
-    return "expected ipc:///PATH or tcp://HOST:PORT"

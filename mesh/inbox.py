@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -39,6 +39,10 @@ class Counters:
     undecodable: int = 0
     unsent: int = 0
     """Messages that ``send`` refused."""
+    refused: int = 0
+    """Messages that their sender's key does not allow."""
+    handshakes_failed: int = 0
+    """Connections that did not come about, on account of keys or of what is no ZeroMQ."""
 
 
 class Inbox(Generic[T]):
@@ -91,15 +95,25 @@ class Codec(Generic[In, Out]):
     def encode(self, message: Out) -> bytes:
         return self._encode(message)
 
-    def decode(self, body: bytes) -> In | None:
+    def decode(self, frames: Sequence[bytes]) -> In | None:
+        """The message in ``frames``, which must be one; None when it is none of ours."""
         try:
-            message: In = self._decode(body)
+            if len(frames) != 1:
+                raise msgspec.DecodeError(f"{len(frames)} frames, expected 1")
+            message: In = self._decode(frames[0])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             count = self._counters.undecodable = self._counters.undecodable + 1
             if count & (count - 1) == 0:
+                size = sum(map(len, frames))
                 self._log.warning(
-                    "link.undecodable", error=str(error), size_bytes=len(body), count=count
+                    "link.undecodable", error=str(error), size_bytes=size, count=count
                 )
             return None
         self._counters.received += 1
         return message
+
+    def refuse(self, reason: str) -> None:
+        """Count and log a message that its sender must not send."""
+        count = self._counters.refused = self._counters.refused + 1
+        if count & (count - 1) == 0:
+            self._log.warning("link.refused", reason=reason, count=count)

@@ -8,12 +8,13 @@ API (everything on the event loop's thread; from another one use ``loop.call_soo
             hello=lambda: Hello(id=ctx.id, role=ctx.role, ...),   # asked again at each Hello
             load=lambda: Load(...),                               # asked at each heartbeat
             on_view=apply_view,                                   # each newer View
-            on_command=apply_command,                             # AssignSlots; may come twice
+            on_command=apply_command,                             # a Command; may come twice
             log=ctx.log,
         )
         supervisor.start("member", member.run)
 
     ``member.set_state("loading", detail="reading weights", progress=0.4)``
+    ``member.report_now()``                       heartbeat at once, for what ``load`` says now
     ``member.send(SlotsReady(...)) -> bool``      False while no planner has welcomed us
     ``member.view``                               newest ``View``, or None
     ``await request_status(net, address, timeout_s) -> Status``      what ``moemesh status`` asks
@@ -46,6 +47,7 @@ from mesh.messages import (
     Hello,
     Load,
     MemberState,
+    Record,
     Refused,
     Status,
     ToPlanner,
@@ -59,6 +61,10 @@ HELLO_AGAIN_S = 1.0
 """Pause before Hello is repeated to a planner that has not answered, or said to try again."""
 PROMPT_HEARTBEAT_S = 0.02
 """A change of state is reported after this, so that a burst of changes makes one message."""
+
+
+Command = AssignSlots | Record
+"""What a planner tells a member to do. It is repeated until the answer carries its number."""
 
 
 class RefusedByPlanner(CannotServe):
@@ -82,7 +88,7 @@ class Member:
         hello: Callable[[], Hello],
         load: Callable[[], Load],
         on_view: Callable[[View], None],
-        on_command: Callable[[AssignSlots], None] | None = None,
+        on_command: Callable[[Command], None] | None = None,
         log: FilteringBoundLogger,
         state: MemberState = "joining",
     ) -> None:
@@ -124,6 +130,10 @@ class Member:
         if (state, detail) != (self._state, self._detail):
             self._wake.set()
         self._state, self._detail, self._progress = state, detail, progress
+
+    def report_now(self) -> None:
+        """Send the next heartbeat at once: something in ``load`` is waited for."""
+        self._wake.set()
 
     def send(self, message: ToPlanner) -> bool:
         """False: no planner is there to take it, nothing was sent."""
@@ -208,7 +218,7 @@ class Member:
                             self._apply(view)
                     else:
                         self._take(view)
-                case AssignSlots() as command:
+                case AssignSlots() | Record() as command:
                     if self._on_command is None:
                         self._log.warning("command.unexpected", command=command.command)
                     else:

@@ -117,6 +117,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
             detail=self.detail,
             progress=self.progress,
             load=self.load,
+            bundles=hello.bundles,
         )
 
 

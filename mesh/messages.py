@@ -26,6 +26,8 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 Mode = Literal["off", "advise", "auto"]
 """What the planner does with its plans: none are made; made and reported; carried out."""
 RecordAction = Literal["start", "stop", "dump"]
+RECORD_WAIT_S = 5.0
+"""How long the planner waits for routers to do what ``RecordLoad`` says."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -51,7 +53,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     metrics: str = ""
     """URL of the member's Prometheus page, or empty."""
     detail: str = ""
-    """Why the member is not ready, in words; empty when ready."""
+    """Why the member is not ready, or what it does beside its work, in words."""
     progress: float = 1.0
     """Share of the weights that it has loaded, 0 to 1."""
     load: Load | None = None
@@ -277,7 +279,17 @@ class RecordLoad(_Message, frozen=True, kw_only=True):
     action: RecordAction
 
 
-Admin = GetLoad | GetPlan | Rebalance | SetMode | Pin | Propose | RecordLoad
+class Drain(_Message, frozen=True, kw_only=True):
+    """Give ``member`` no more work until its process ends, or until ``undo``: routers get no new
+    sequences, the experts of a worker are moved to others, a gateway says that it is not ready.
+    Answered by ``PlanDetail``; the view shows the member as draining.
+    """
+
+    member: str
+    undo: bool = False
+
+
+Admin = GetLoad | GetPlan | Rebalance | SetMode | Pin | Propose | RecordLoad | Drain
 
 ToPlanner = (
     Hello
@@ -295,6 +307,7 @@ ToPlanner = (
     | Pin
     | Propose
     | RecordLoad
+    | Drain
 )
 
 
@@ -373,6 +386,12 @@ class Status(_Message, frozen=True, kw_only=True):
     """What the roll-out under way is doing, in a word; empty when none is."""
     alarms: tuple[str, ...] = ()
     """What an operator should look at, in words."""
+    moving: str = ""
+    """Why experts are being moved: first, repair, join, drain, rebalance, admin, or settling (a
+    move's end); empty when all are where they are to be."""
+    moved: int = 0
+    """Slots of that move that are done."""
+    to_move: int = 0
 
 
 class LoadDetail(_Message, frozen=True, kw_only=True):
@@ -493,6 +512,8 @@ class BundleChunk(_Message, frozen=True, kw_only=True):
     """Bytes of the whole bundle."""
     checksum: bytes = b""
     """Of the whole bundle, as its owner loaded it."""
+    shadow: bytes = b""
+    """With the first chunk: what the expert made of its shadow token there, fp32."""
     data: bytes = b""
     error: str = ""
 

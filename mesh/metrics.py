@@ -33,6 +33,8 @@ class LinkCounters(Protocol):
     sent: int
     undecodable: int
     unsent: int
+    refused: int
+    handshakes_failed: int
 
 
 class Counted(Protocol):
@@ -59,7 +61,14 @@ class _Links(Collector):
                 ("received", "Messages decoded."),
                 ("sent", "Messages queued for sending."),
                 ("undecodable", "Messages dropped because their bytes made no sense."),
-                ("unsent", "Messages refused because the peer was gone or its queue full."),
+                ("unsent", "Messages not sent because the peer was gone or its queue full."),
+                ("refused", "Messages dropped because the sender's key does not allow them."),
+            )
+        } | {
+            "handshakes_failed": CounterMetricFamily(
+                f"{PREFIX}_link_handshakes_failed",
+                "Connections that did not come about, on account of keys or of no ZeroMQ.",
+                labels=["link"],
             )
         }
         for name, link in self.links.items():

@@ -1,12 +1,15 @@
 """The run directory: sockets, pid files and logs of one mesh on one host, private to its user.
+And the state directory, of what outlives the mesh.
 
 API
     ``run_dir(settings) -> Path``            where it is (creates nothing)
     ``create_run_dir(settings) -> Path``     makes it (mode 0700) or refuses an unsafe one
+    ``state_dir(settings) -> Path``          where that is (creates nothing)
     ``planner_address(settings)``            ZeroMQ address of the planner's command socket
     ``broadcast_address(settings)``          ... of its broadcasts
     ``router_address(settings, id)``         ... at which a router takes requests
     ``lanes_path(settings, id)``             Unix socket path at which an expert takes lanes
+    ``bundles_address(settings, id)``        ZeroMQ address at which an expert hands experts out
     ``claim(directory, id) -> Claim``        one process per id: pid file under a lock
 
 The directory's mode guards every ``ipc://`` link: whoever may enter it may command the mesh.
@@ -21,7 +24,7 @@ import stat
 from pathlib import Path
 from types import TracebackType
 
-from mesh.config import MAX_SOCKET_PATH_BYTES
+from mesh.addresses import MAX_SOCKET_PATH_BYTES
 from mesh.settings import Settings
 
 
@@ -78,6 +81,20 @@ def create_run_dir(settings: Settings) -> Path:
     return directory
 
 
+def state_dir(settings: Settings) -> Path:
+    """``mesh.state_dir``, else ``$XDG_STATE_HOME/moemesh/NAME``, else
+    ``~/.local/state/moemesh/NAME``. Raises ``RunDirError`` for a user without a home.
+    """
+    if settings.mesh.state_dir:
+        return Path(settings.mesh.state_dir)
+    state = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        base = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"
+    except RuntimeError as error:
+        raise RunDirError(f"no state directory: {error}; set mesh.state_dir") from None
+    return base / "moemesh" / settings.mesh.name
+
+
 def socket_path(directory: Path, name: str) -> Path:
     """``directory/name``, checked against the length limit of a Unix socket path."""
     path = directory / name
@@ -103,6 +120,10 @@ def router_address(settings: Settings, id: str) -> str:  # noqa: A002
 
 def lanes_path(settings: Settings, id: str) -> str:  # noqa: A002
     return str(socket_path(run_dir(settings), f"{id}.lanes"))
+
+
+def bundles_address(settings: Settings, id: str) -> str:  # noqa: A002
+    return f"ipc://{socket_path(run_dir(settings), f'{id}.bundles')}"
 
 
 class Claim:

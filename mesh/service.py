@@ -7,11 +7,15 @@ API
     ``ExitCode``                   what the launcher and systemd see
 
     Flags: ``--config FILE``, ``--id ID``, ``--set section.key=value`` (repeatable),
-    ``--parent-pid PID`` (die with that launcher).
+    ``--parent-pid PID`` (die with that launcher), ``--listen-fd FD`` (gateway).
 
-``main(ctx)`` serves until ``ctx.stopping`` is set (SIGTERM, SIGINT), then cleans up and returns.
-It has ``STOP_GRACE_S`` for that before it is cancelled; a second signal cancels it at once, and a
-process that still hangs ``KILL_GRACE_S`` after ``main`` has ended, or should have, ends itself.
+``main(ctx)`` serves until ``ctx.stopping`` is set. SIGTERM means: leave without a loss. ``main``
+then does ``await ctx.until_drained(drained())``, which gives ``drained`` as long as it needs,
+within the time that the role may take. SIGINT (Ctrl-C) means: stop now; ``until_drained`` then
+returns at once: a mesh that stops as a whole moves nothing. After that ``main`` cleans up and
+returns. It has ``STOP_GRACE_S`` for that before it is cancelled. Each further signal goes one step
+on: from draining to stopping to being cancelled. A process that still hangs ``KILL_GRACE_S`` after
+``main`` has ended, or should have, ends itself.
 """
 
 from __future__ import annotations
@@ -26,11 +30,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import structlog
 import uvloop
@@ -51,6 +55,7 @@ __all__ = [
     "CannotServe",
     "Context",
     "ExitCode",
+    "drain_limit_s",
     "run_service",
     "sd_notify",
 ]
@@ -77,7 +82,12 @@ class Context:
     log: FilteringBoundLogger
     metrics_url: str = ""
     """Where this process's metrics are served; for ``Hello.metrics``."""
+    listen_fd: int = -1
+    """Gateway: the bound socket that it inherited to listen on; -1: it binds its own."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    """The service is to leave."""
+    at_once: asyncio.Event = field(default_factory=asyncio.Event)
+    """... without waiting for what it could still hand over or finish."""
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
 
@@ -85,6 +95,33 @@ class Context:
         """Tell systemd, if it asked, that the service now serves."""
         sd_notify("READY=1")
         self.log.info("service.ready")
+
+    async def until_drained(self, drained: Coroutine[Any, Any, None]) -> None:
+        """After ``stopping``: wait for ``drained``, which is cancelled when the time that it may
+        take is over or the service is to stop at once.
+        """
+        limit_s = drain_limit_s(self.settings, self.role)
+        draining = asyncio.ensure_future(drained)
+        hurried = asyncio.ensure_future(self.at_once.wait())
+        try:
+            await asyncio.wait(
+                [draining, hurried], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if draining.done():
+                draining.result()
+                self.log.info("service.drained")
+            elif not self.at_once.is_set():
+                self.log.warning("service.not_drained", limit_s=limit_s)
+        finally:
+            for task in (draining, hurried):
+                task.cancel()
+                await asyncio.wait([task])
+
+
+def drain_limit_s(settings: Settings, role: Role) -> float:
+    """How long a process of ``role`` may take to drain: a gateway as long as its requests may."""
+    limit_s = settings.mesh.drain_timeout_s
+    return max(limit_s, settings.gateway.request_timeout_s) if role == "gateway" else limit_s
 
 
 def run_service(
@@ -107,14 +144,14 @@ def run_service(
     logs.configure(effective.settings.logs)
     log = structlog.get_logger("service").bind(role=role, id=flags.id)
     with held:
-        code = _run(role, flags.id, incarnation, effective, run_dir, log, main)
+        code = _run(role, flags, incarnation, effective, run_dir, log, main)
     sys.stderr.flush()
     raise SystemExit(code)
 
 
 def _run(
     role: Role,
-    id: str,  # noqa: A002
+    flags: argparse.Namespace,
     incarnation: int,
     effective: Effective,
     run_dir: Path,
@@ -123,7 +160,7 @@ def _run(
 ) -> ExitCode:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(role, id, incarnation, effective, run_dir, log, main))
+            runner.run(_serve(role, flags, incarnation, effective, run_dir, log, main))
     except CannotServe as error:
         log.error("service.cannot_serve", reason=str(error))  # noqa: TRY400 - no bug, no traceback
         return error.exit_code
@@ -145,7 +182,7 @@ def _run(
 
 async def _serve(
     role: Role,
-    id: str,  # noqa: A002
+    flags: argparse.Namespace,
     incarnation: int,
     effective: Effective,
     run_dir: Path,
@@ -155,7 +192,7 @@ async def _serve(
     settings = effective.settings
     registry = metrics.new_registry()
     async with AsyncExitStack() as stack:
-        net = Net()
+        net = Net(settings.security, flags.id, role)
         stack.callback(net.close)
         metrics_url = ""
         # The gateway shows its own page at /metrics.
@@ -165,7 +202,7 @@ async def _serve(
             metrics_url = server.url
         ctx = Context(
             role=role,
-            id=id,
+            id=flags.id,
             incarnation=incarnation,
             settings=settings,
             effective=effective,
@@ -174,12 +211,13 @@ async def _serve(
             registry=registry,
             log=log,
             metrics_url=metrics_url,
+            listen_fd=flags.listen_fd,
         )
         served = asyncio.ensure_future(main(ctx))
         stop = _Stop(ctx, served)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.on_signal)
+            loop.add_signal_handler(number, stop.on_signal, number)
         log.info("service.started", pid=ctx.pid, incarnation=incarnation, metrics=metrics_url)
         # What was imported lives as long as the process: spare the collector looking at it again.
         gc.collect()
@@ -197,14 +235,22 @@ class _Stop:
         self._ctx = ctx
         self._served = served
 
-    def on_signal(self) -> None:
-        if self._ctx.stopping.is_set():
+    def on_signal(self, number: signal.Signals) -> None:
+        ctx = self._ctx
+        if ctx.at_once.is_set():
             self._served.cancel()
             return
-        self._ctx.stopping.set()
-        asyncio.get_running_loop().call_later(STOP_GRACE_S, self._served.cancel)
-        _end_in(STOP_GRACE_S + KILL_GRACE_S)
-        self._ctx.log.info("service.stopping")
+        limit_s = 0.0
+        if ctx.stopping.is_set() or number == signal.SIGINT:
+            ctx.at_once.set()
+        else:
+            limit_s = drain_limit_s(ctx.settings, ctx.role)
+        asyncio.get_running_loop().call_later(limit_s + STOP_GRACE_S, self._served.cancel)
+        _end_in(limit_s + STOP_GRACE_S + KILL_GRACE_S)
+        if ctx.stopping.is_set():
+            return
+        ctx.stopping.set()
+        ctx.log.info("service.stopping", at_once=ctx.at_once.is_set())
         sd_notify("STOPPING=1")
 
 
@@ -238,6 +284,13 @@ def _parse(role: Role, argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--parent-pid", type=int, default=0, metavar="PID", help="stop when this process ends"
     )
+    parser.add_argument(
+        "--listen-fd",
+        type=int,
+        default=-1,
+        metavar="FD",
+        help="gateway: listen on this inherited socket instead of gateway.port",
+    )
     return parser.parse_args(argv)
 
 
@@ -255,9 +308,11 @@ def _assignment(text: str) -> tuple[str, str]:
 
 
 def _die_with(parent_pid: int) -> None:
-    """Have the kernel send SIGTERM when the launcher's thread that started us ends."""
+    """Have the kernel send SIGINT when the launcher's thread that started us ends: the mesh ends
+    with it, so there is nobody to drain for.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:  # it ended before we asked
         raise SystemExit(ExitCode.OK)

@@ -30,8 +30,14 @@ class MeshSettings(_Section, frozen=True, kw_only=True):
     gateways: int = 1
     routers: int = 1
     experts: int = 2
-    """How many of each the launcher starts; the planner waits for this many expert workers
-    before the first placement."""
+    """How many processes of each role ``moemesh up`` starts. The planner waits for ``experts``
+    expert workers before it places experts for the first time. At most: 64 gateways,
+    expert.max_lanes routers, and one worker for each slot of a layer (its experts +
+    planner.redundant_slots)."""
+    drain_timeout_s: float = 60.0
+    """How long a process that was told to leave (SIGTERM) goes on at most: a router until its
+    sequences have ended (it hands over the rest), an expert worker until its experts are elsewhere.
+    A gateway cannot hand its streams over: it ends them by ``gateway.request_timeout_s``."""
 
 
 class ModelSettings(_Section, frozen=True, kw_only=True):
@@ -44,17 +50,40 @@ class ModelSettings(_Section, frozen=True, kw_only=True):
     checkpoints whose values lie in fp16's range. auto: fp16 where that is lossless, else fp32."""
     exact: bool = False
     """Bit-identical output whatever the batch, placement, chunking, moves and failures, for
-    more traffic and slower attention. See docs/adr."""
+    more traffic and slower attention. See
+    docs/adr/0005-exact-mode.md."""
 
 
 class GatewaySettings(_Section, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
+    """Where it listens. The i-th gateway that ``moemesh up`` starts listens on port + i. 0: any
+    free port."""
+    api_keys_file: str = ""
+    """TOML file with the hashes and limits of the keys that clients may use (``moemesh apikey``
+    makes them). Keys can also come from the environment, MOEMESH_API_KEYS. Neither: no client
+    needs a key."""
+    admin_key_file: str = ""
+    """The same for ``/admin``; or MOEMESH_ADMIN_KEY. Neither: ``/admin`` is answered on a loopback
+    host only."""
+    allow_anonymous: bool = False
+    """Answer clients without a key where keys are configured, or on a host beyond loopback where
+    none are. They share one place among the tenants."""
+    tls_cert: str = ""
+    """PEM file with the server's certificate and its chain; serves https. Needs ``tls_key``."""
+    tls_key: str = ""
+    """PEM file with its private key, not encrypted."""
     max_queue: int = 256
-    """Sequences admitted and not finished; beyond it clients get 429 with Retry-After."""
+    """Sequences admitted and not finished; beyond it clients get 429 with Retry-After. A tenant
+    (an API key) may always hold its share by weight, so that others cannot fill the queue for it;
+    all tenants together hold at most twice as many, and one each."""
+    max_connections: int = 1024
+    """Open client connections; beyond it new ones get 503. Each may hold up to 64 KiB of head."""
     max_body_bytes: int = 4_194_304
+    """A request's body; 16 times as much for all bodies that are being read."""
     request_timeout_s: float = 600.0
-    """A request that takes longer ends with an error."""
+    """A request that takes longer ends with an error. Clients may ask for less with the header
+    X-Request-Timeout, in seconds."""
     router_wait_s: float = 10.0
     """How long a request waits for a ready router before 503."""
 
@@ -72,6 +101,7 @@ class RouterSettings(_Section, frozen=True, kw_only=True):
     kv_cache_bytes: int = 0
     """Memory of the KV cache. 0: room for 16 full-length sequences, at most 1 GiB."""
     prefix_cache: bool = True
+    """Share the KV blocks of equal prompt beginnings."""
     micro_batches: Literal["auto", "1", "2", "3", "4"] = "auto"
     """Micro-batches of a step that ping-pong between attention and experts. auto: 2 when
     max(t_attn, 2 t_exp(b/2)) < t_attn + t_exp(b) by measured times, else 1."""
@@ -93,11 +123,13 @@ class RouterSettings(_Section, frozen=True, kw_only=True):
 
 class ExpertSettings(_Section, frozen=True, kw_only=True):
     threads: int = 1
+    """OpenMP threads of the grouped FFN."""
     slots_per_layer: int = 0
     """Most slots per MoE layer that a worker offers. 0: as many as the planner gives it."""
     speed: float = 1.0
     """How fast this worker computes, relative to its peers: it is given as much of the load."""
     max_lanes: int = 64
+    """Most routers that a worker serves."""
 
 
 class PlannerSettings(_Section, frozen=True, kw_only=True):
@@ -143,6 +175,7 @@ class PlannerSettings(_Section, frozen=True, kw_only=True):
     cold_factor: float = 0.5
     """threshold: a replicated expert below this multiple loses one."""
     heartbeat_ms: int = 500
+    """Pause between the reports of each member."""
     suspect_after_ms: int = 1_500
     """Silence after which a member is suspect."""
     dead_after_ms: int = 5_000
@@ -151,8 +184,23 @@ class PlannerSettings(_Section, frozen=True, kw_only=True):
     """How long to wait for ``mesh.experts`` workers before placing on those that came."""
 
 
+class SecuritySettings(_Section, frozen=True, kw_only=True):
+    curve_dir: str = ""
+    """Directory with ``ID.key`` for each process of this host and ``allow.toml``, as ``moemesh
+    keygen`` makes them. If set, every TCP socket of the mesh is encrypted, takes listed keys only,
+    and each key may do what its role needs. Empty: TCP stays within this machine."""
+    key_file: str = ""
+    """This process's key, where it is not ``curve_dir/ID.key``."""
+    allow_file: str = ""
+    """The list of keys, where it is not ``curve_dir/allow.toml``."""
+    allow_insecure: bool = False
+    """Use TCP beyond this machine without keys. Whoever reaches a port can then command the mesh
+    and read all prompts."""
+
+
 class LogSettings(_Section, frozen=True, kw_only=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe events that are logged."""
     format: Literal["auto", "console", "json"] = "auto"
     """auto: console on a terminal, else JSON lines."""
 
@@ -173,3 +221,4 @@ class Settings(_Section, frozen=True, kw_only=True):
     planner: PlannerSettings = PlannerSettings()
     logs: LogSettings = LogSettings()
     metrics: MetricsSettings = MetricsSettings()
+    security: SecuritySettings = SecuritySettings()

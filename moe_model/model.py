@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from ep_kernels.packed import PackedLinear, pack_linear
+from ep_kernels.rows import RmsNorm
 from torch.nn.functional import embedding
 
 from moe_model.architecture import GqaSpec, MlaSpec, ModelSpec
@@ -21,7 +22,7 @@ from moe_model.attention.mla import LatentAttention, expand_rule, mla_turns
 from moe_model.checkpoint import Checkpoint
 from moe_model.gate import Gate
 from moe_model.kv_cache import KVCache, row_stride
-from moe_model.layers import Norm, SwiGlu, make_norm
+from moe_model.layers import SwiGlu
 from moe_model.plan import CacheShape, Chunk, StepPlan, Turns, plan_step
 from moe_model.rope import Rope
 from moe_model.spec import load_spec
@@ -35,9 +36,9 @@ Attention = LatentAttention | GroupedQueryAttention
 class Layer:
     """One decoder layer without its routed experts. ``dense`` or ``gate`` is set, not both."""
 
-    attention_norm: Norm
+    attention_norm: RmsNorm
     attention: Attention
-    ffn_norm: Norm
+    ffn_norm: RmsNorm
     dense: SwiGlu | None
     gate: Gate | None
     shared: SwiGlu | None
@@ -55,7 +56,7 @@ class RouterModel:
         spec: ModelSpec,
         layers: Sequence[Layer],
         table: torch.Tensor,
-        final_norm: Norm,
+        final_norm: RmsNorm,
         head: PackedLinear,
         turns: Turns,
         *,
@@ -122,7 +123,7 @@ class RouterModel:
         return parts.dense(parts.ffn_norm(h)).add_(h)
 
     def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logical experts ``[tokens, k]`` int64, in no particular order, and their weights
+        """Logical experts ``[tokens, k]`` int32, in the gate's order, and their weights
         ``[tokens, k]`` fp32, for ``ffn_input``'s ``x``.
         """
         gate = self._layers[layer].gate
@@ -161,7 +162,7 @@ def load_router_model(
         reader = _Reader(checkpoint, table)
         rope = Rope(spec.rope, spec.max_context)
         embeddings = reader.owned("embedding")
-        final_norm = make_norm(reader.owned("final_norm"), spec.norm_eps, exact=exact)
+        final_norm = RmsNorm(reader.owned("final_norm"), spec.norm_eps)
         head = embeddings if spec.tie_word_embeddings else reader.tensor("head")
         packed_head = pack_linear(head, weights, exact=exact)
         layers = []
@@ -208,9 +209,9 @@ def _load_layer(spec: ModelSpec, reader: _Reader, layer: int, kind: Weights, exa
         router = reader.tensor("router", layer)
         gate = Gate(spec.gate, spec.experts_per_token, router, bias, exact=exact)
     return Layer(
-        attention_norm=make_norm(reader.owned("attention_norm", layer), spec.norm_eps, exact=exact),
+        attention_norm=RmsNorm(reader.owned("attention_norm", layer), spec.norm_eps),
         attention=_load_attention(spec, reader, layer, kind, exact),
-        ffn_norm=make_norm(reader.owned("ffn_norm", layer), spec.norm_eps, exact=exact),
+        ffn_norm=RmsNorm(reader.owned("ffn_norm", layer), spec.norm_eps),
         dense=ffn("dense"),
         gate=gate,
         shared=ffn("shared"),

@@ -3,8 +3,12 @@
 Layers, each importing only those above it; nothing here imports torch:
 
     policies, balance       pure functions and tallies of numbers
-    rollout                 which placement is in force and who must still acknowledge it (pure)
+    prices, worth           whether a plan is worth its moves (pure)
+    rollout                 the placement in force, and the way to the one that is wanted (pure)
+    decide                  when to plan, and what becomes of a plan (pure)
+    recordings, admin       what administrators ask and order (pure)
     coordinator             membership + roll-out + loads: (message, now) -> effects (pure)
+    formats, initial        placement files of other systems; the one to start from
     store, metrics          the last plan on disk; figures for Prometheus
     service                 sockets, clock, metrics; carries out the effects
 """

@@ -1,15 +1,16 @@
 """The planner's decisions: ``(message, now) -> effects``. Pure: no socket, clock or log.
 
-It joins three machines: ``mesh.membership`` (who is there), ``rollout`` (who holds what) and
-``balance`` (how loaded they are), and keeps the ``View`` that all of it adds up to. ``now`` is
-monotonic seconds. A *peer* is one connection, as ``mesh.links.ServerLink`` names it.
+It joins four machines: ``mesh.membership`` (who is there), ``rollout`` (who holds what),
+``balance`` (how loaded they are) and ``decide`` (who should hold what), and keeps the ``View`` that
+all of it adds up to. ``now`` is monotonic seconds. A *peer* is one connection, as
+``mesh.links.ServerLink`` names it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from mesh.membership import (
@@ -26,7 +27,8 @@ from mesh.membership import (
     step,
 )
 from mesh.messages import (
-    FromPlanner,
+    AdminRefused,
+    Drain,
     GetStatus,
     GetView,
     Goodbye,
@@ -34,7 +36,7 @@ from mesh.messages import (
     Hello,
     LoadReport,
     Member,
-    Placement,
+    Recorded,
     Refused,
     SlotsReady,
     Status,
@@ -43,48 +45,44 @@ from mesh.messages import (
     View,
     Welcome,
 )
-from mesh.placement import unserved
-from planner_svc.balance import LoadReportError, LoadWindow, balancedness, rank_loads
-from planner_svc.rollout import Assign, Commit, Rollout
+from planner_svc.admin import Desk
+from planner_svc.balance import LoadReportError, LoadWindow, balancedness, layer_balance
+from planner_svc.decide import Decider, Scene
+from planner_svc.drains import Drains
+from planner_svc.effects import Effect, Keep, Note, Publish, Send, Think
+from planner_svc.moves import Assign, Commit, Done, Failed, Moved, Noted
+from planner_svc.policies.problem import PlanError
+from planner_svc.prices import Prices
+from planner_svc.readiness import SERVING, why_not_ready
+from planner_svc.rollout import Rollout
+from planner_svc.worth import Question, Thought, Verdict
 
-SERVING = frozenset({"ready", "draining"})
-"""States in which a member does its work."""
 SETTLE_S = 2.0
 """How long a planner that finds a mesh already there listens before it says who is in it: longer
 than a member takes to notice the new planner, connect and say ``Hello``."""
+_NOTES = {
+    "skipped": "plan.skipped",
+    "advised": "plan.advised",
+    "moving": "plan.proposed",
+    "failed": "plan.failed",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Effect: send ``message`` to ``peer``; if that fails, a later event repairs it."""
+@dataclass(slots=True)
+class Tallies:
+    """What has happened since the planner's start."""
 
-    peer: bytes
-    message: FromPlanner
-
-
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """Effect: broadcast ``view``."""
-
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """Effect: keep ``placement`` on disk."""
-
-    placement: Placement
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Effect: log ``event`` with ``values``."""
-
-    event: str
-    values: dict[str, Any] = field(default_factory=dict)
-
-
-Effect = Send | Publish | Keep | Note
+    dropped_reports: int = 0
+    """Load reports that did not fit the model."""
+    plans: int = 0
+    plan_s: float = 0.0
+    """Time that making them took."""
+    moved: int = 0
+    """Slots that changed hands."""
+    failures: int = 0
+    """Waves of moves that failed."""
+    faults: int = 0
+    """Slots that could not be filled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +101,13 @@ class Coordinator:
     """State of the planner; the service feeds it and carries out what it returns.
 
     ``first_version`` must be larger than any version of an earlier start of the planner;
-    ``started`` is when this one began.
+    ``started`` is when this one began, ``again`` whether an earlier start served this mesh.
 
     A planner that was started again knows nobody, and whoever believed its first ``View`` would
     drop the peers that have not said ``Hello`` yet. So once it learns that the mesh is older than
-    itself (a ``Hello`` brings a placement, or an earlier start left one on disk) it keeps its views
-    back until ``SETTLE_S`` after its start; members go on with the last view they have. A new mesh
-    is not delayed.
+    itself (from ``again``, or a ``Hello`` that brings a placement) it keeps its views back until
+    ``SETTLE_S`` after its start; members go on with the last view they have. A new mesh is not
+    delayed.
     """
 
     def __init__(
@@ -118,24 +116,31 @@ class Coordinator:
         rules: Rules,
         rollout: Rollout,
         window: LoadWindow,
+        decider: Decider,
+        prices: Prices,
+        drains: Drains,
         *,
         first_version: int,
         started: float,
+        again: bool,
     ) -> None:
         self._identity = identity
         self._rules = rules
         self._rollout = rollout
         self._window = window
+        self._decider = decider
+        self._prices = prices
+        self._drains = drains
+        self._desk = Desk(rollout, window, decider, drains, first_command=first_version)
         self._membership = Membership()
         self._peers: dict[str, bytes] = {}
         """Member id -> the connection on which it said its last accepted Hello."""
         self._members: dict[bytes, Hello] = {}
         self._changed = False
         self._settles_at = started + SETTLE_S
-        self._holding = rollout.stored is not None
+        self._holding = again
         """Views are kept back."""
-        self.dropped_reports = 0
-        """Load reports that did not fit the model."""
+        self.tallies = Tallies()
         self.view = self._snapshot(first_version)
 
     # -------------------------------------------------------------- events
@@ -152,7 +157,7 @@ class Coordinator:
                 pass  # a member gets the first view without asking
             case GetStatus():
                 effects.append(Send(peer, self.status(now)))
-            case Heartbeat() | SlotsReady() | LoadReport() | Goodbye():
+            case Heartbeat() | SlotsReady() | LoadReport() | Recorded() | Goodbye():
                 hello = self._members.get(peer)
                 if hello is None or (hello.id, hello.incarnation) != (
                     message.id,
@@ -161,6 +166,14 @@ class Coordinator:
                     # Its Hello will tell whether it may belong to the mesh.
                     return [Send(peer, Unknown())]
                 effects += self._from_member(peer, hello, message, now)
+            case _:
+                hello = self._members.get(peer)
+                if hello is not None and hello.role != "gateway":
+                    reason = f"{hello.id} ({hello.role}) is no administrator"
+                    return [Send(peer, AdminRefused(reason=reason))]
+                members = self._membership.members()
+                effects += self._desk.asked(peer, message, self._scene(), members, now)
+                self._changed |= isinstance(message, Drain)
         settled = self._settle(now)
         effects += settled
         if (
@@ -185,6 +198,22 @@ class Coordinator:
         """Time passes; call it every ``Rules.tick_s``."""
         return self._step(Tick(), now, b"") + self._settle(now)
 
+    def thought(self, thought: Thought, seconds: float, now: float) -> list[Effect]:
+        """The plan that ``Think`` asked for, which took ``seconds`` to make."""
+        self.tallies.plans += 1
+        self.tallies.plan_s += seconds
+        scene = self._scene() if self._rollout.idle() else None
+        target = self._decider.hear(thought, scene, now)
+        values = self._decider.numbers() | {"ms": round(seconds * 1000, 1)}
+        effects: list[Effect] = [Note(_NOTES[self._decider.verdict], values)]
+        if target is not None:
+            try:
+                self._rollout.move_to(target)
+            except PlanError as error:
+                effects += self._failed(Failed(str(error), (), None))
+        self._desk.planned()
+        return effects + self._settle(now)
+
     # -------------------------------------------------------------- questions
 
     def status(self, now: float) -> Status:
@@ -199,6 +228,12 @@ class Coordinator:
             epoch=self.epoch,
             balancedness=self.balancedness(now),
             tokens=self._window.tokens,
+            mode=self._decider.mode,
+            phase=self._rollout.phase,
+            alarms=(*self._rollout.alarms, *self._decider.alarms),
+            moving=self._rollout.why,
+            moved=self._rollout.moved,
+            to_move=self._rollout.to_move,
         )
 
     @property
@@ -208,16 +243,25 @@ class Coordinator:
         return 0 if placement is None else placement.epoch
 
     @property
-    def tokens(self) -> int:
-        """Tokens that routers have reported since the planner's start."""
-        return self._window.tokens
+    def plans_by_verdict(self) -> Counter[Verdict]:
+        return self._decider.plans
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Weights of experts that workers have loaded since the planner's start."""
+        return self._prices.loaded_bytes
 
     def balancedness(self, now: float) -> float:
         """As ``balance.balancedness``, over the window; 1.0 before the first placement."""
         placement = self._rollout.committed
+        return 1.0 if placement is None else balancedness(self._window.on_ranks(placement, now))
+
+    def worst_layer(self, now: float) -> float:
+        """Balancedness of the layer with the least."""
+        placement = self._rollout.committed
         if placement is None:
             return 1.0
-        return balancedness(rank_loads(placement, self._window.counts(now)))
+        return float(layer_balance(self._window.on_ranks(placement, now)).min(initial=1.0))
 
     def members_by_state(self) -> Counter[tuple[str, str]]:
         """``(role, state)`` -> how many."""
@@ -229,14 +273,15 @@ class Coordinator:
         self._rollout.check()
         for id_, peer in self._peers.items():
             assert self._members[peer].id == id_
+        self._desk.check()
 
-    # -------------------------------------------------------------- inside
+    # -------------------------------------------------------------- members
 
     def _from_member(
         self,
         peer: bytes,
         hello: Hello,
-        message: Heartbeat | SlotsReady | LoadReport | Goodbye,
+        message: Heartbeat | SlotsReady | LoadReport | Recorded | Goodbye,
         now: float,
     ) -> list[Effect]:
         effects: list[Effect] = []
@@ -244,23 +289,40 @@ class Coordinator:
             case Heartbeat():
                 self._rollout.saw_epoch(message.load.epoch)
                 effects += self._step(message, now, peer)
+                self._heard(hello, message)
             case Goodbye():
                 effects += self._step(message, now, peer)
             case SlotsReady():
-                self._rollout.acknowledged(hello.id, message.command, message.error, now)
-                values = {"member": hello.id, "epoch": message.epoch}
+                self._rollout.acknowledged(message, now)
+                self._prices.acknowledged(message)
+                values: dict[str, Any] = {"member": hello.id, "epoch": message.epoch}
                 if message.error:
                     effects.append(Note("slots.failed", values | {"error": message.error}))
                 else:
+                    values |= {"loaded": message.loaded, "from_peers": message.from_peers}
+                    values |= {"seconds": round(message.seconds, 3), "faults": len(message.faults)}
                     effects.append(Note("slots.acknowledged", values))
             case LoadReport():
                 try:
-                    self._window.add(message.counts, message.tokens, now)
+                    self._window.add(message, now)
                 except LoadReportError as error:
-                    self.dropped_reports += 1
+                    self.tallies.dropped_reports += 1
                     values = {"member": hello.id, "error": str(error)}
                     effects.append(Note("load_report.dropped", values))
+            case Recorded():
+                self._desk.recorded(message)
         return effects
+
+    def _heard(self, hello: Hello, beat: Heartbeat) -> None:
+        """Tell the others what a heartbeat says, unless the membership refused it."""
+        record = self._membership.records.get(hello.id)
+        if record is None or record.state in FINAL or record.hello.incarnation != beat.incarnation:
+            return
+        if hello.role == "router":
+            self._rollout.router_at(hello.id, beat.load.epoch)
+        elif hello.role == "expert":
+            self._rollout.ready(hello.id, is_ready=beat.state in SERVING)
+            self._prices.computed(hello.id, hello.incarnation, _speed(hello), beat.load)
 
     def _step(
         self, event: Event, now: float, peer: bytes, hello: Hello | None = None
@@ -304,38 +366,49 @@ class Coordinator:
         if hello.placement is not None:
             self._rollout.learned(hello.placement)
             self._holding = self._holding or now < self._settles_at
+        to_drain = self._drains.joined(hello.id, hello.incarnation)
         if hello.role == "expert":
-            self._rollout.joined(hello.id, hello.num_slots, now)
+            self._rollout.joined(hello.id, hello.num_slots, hello.bundles, now)
+            if to_drain:
+                self._rollout.drain(hello.id)
 
     def _member_changed(self, change: Changed, now: float) -> list[Effect]:
         self._changed = True
+        record = self._membership.records.get(change.id)
+        role = None if record is None else record.hello.role
         if change.after in FINAL:
             self._rollout.gone(change.id, now)
+            self._rollout.router_gone(change.id)
+            self._desk.gone(change.id)
+            self._prices.gone(change.id)
+        elif role == "expert" and change.after == "draining":
+            self._rollout.drain(change.id)
         if change.before == change.after or change.after is None:
             return []
+        began = change.after == "ready" and change.before in {"joining", "loading"}
+        if role == "expert" and (began or change.after in FINAL):
+            self._decider.soon(now)
         values: dict[str, Any] = {"member": change.id, "incarnation": change.incarnation}
         if change.before is not None:
             values |= {"before": change.before}
-            if detail := self._membership.records[change.id].detail:
-                values |= {"detail": detail}
+            if record is not None and record.detail:
+                values |= {"detail": record.detail}
         return [Note(f"member.became_{change.after}", values)]
 
+    def _failed(self, failed: Failed) -> list[Effect]:
+        self.tallies.failures += 1
+        self.tallies.faults += len(failed.faults)
+        self._decider.failed(failed.reason, given_up=failed.retry_in_s is None)
+        values = {"reason": failed.reason, "faults": failed.faults, "retry_in_s": failed.retry_in_s}
+        return [Note("plan.failed", values)]
+
+    # -------------------------------------------------------------- inside
+
     def _settle(self, now: float) -> list[Effect]:
-        """What the roll-out must do now, and the new View if anything in it changed."""
-        effects: list[Effect] = []
-        for due in self._rollout.due(now):
-            match due:
-                case Assign(rank=rank, command=command, again=again):
-                    if peer := self._peers.get(rank):
-                        effects.append(Send(peer, command))
-                    if not again:
-                        values = {"member": rank, "epoch": command.epoch}
-                        effects.append(Note("slots.assigned", values))
-                case Commit(placement=placement):
-                    self._changed = True
-                    effects.append(Keep(placement))
-                    values = {"epoch": placement.epoch, "ranks": placement.ranks}
-                    effects.append(Note("plan.committed", values))
+        """What must be done now, and the new View if anything in it changed."""
+        effects = self._roll_out(now)
+        effects += self._plan(now)
+        effects += self._desk.due(self._peers, now)
         if self._holding and now < self._settles_at:
             return effects
         if self._changed:
@@ -350,50 +423,80 @@ class Coordinator:
             effects.append(Note("mesh.found_again", {"members": len(self._members)}))
         return effects
 
+    def _roll_out(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for due in self._rollout.due(now):
+            match due:
+                case Assign(rank=rank, command=command, again=again):
+                    if peer := self._peers.get(rank):
+                        effects.append(Send(peer, command))
+                    if not again:
+                        values = {"member": rank, "epoch": command.epoch}
+                        effects.append(Note("slots.assigned", values))
+                case Commit(placement=placement):
+                    self._changed = True
+                    effects.append(Keep(placement))
+                    values = {"epoch": placement.epoch, "ranks": placement.ranks}
+                    effects.append(Note("plan.committed", values))
+                case Moved(slots=slots):
+                    self.tallies.moved += slots
+                case Failed():
+                    effects += self._failed(due)
+                case Done(why=why):
+                    self._decider.finished()
+                    effects.append(Note("plan.done", {"epoch": self.epoch, "why": why}))
+                case Noted(event=event, values=values):
+                    effects.append(Note(event, values))
+        return effects
+
+    def _plan(self, now: float) -> list[Effect]:
+        """Have a plan made if one is due and nothing is moving."""
+        if not self._decider.wants(now) or self._holding or not self._rollout.idle():
+            return []
+        scene = self._scene()
+        if scene is None:
+            return []
+        match self._decider.ask(scene, self._window, now):
+            case Question() as question:
+                return [Think(question)]
+            case "":
+                return []
+            case reason:
+                return [Note("plan.skipped", {"reason": reason})]
+
+    def _scene(self) -> Scene | None:
+        """Where things stand; None before the first placement."""
+        placement = self._rollout.committed
+        ranks, slots = self._rollout.serving_slots()
+        if placement is None or not ranks:
+            return None
+        hellos = [self._membership.records[rank].hello for rank in ranks]
+        return Scene(
+            placement=placement,
+            ranks=ranks,
+            slots=slots,
+            hosts=tuple(hello.host for hello in hellos),
+            speeds=tuple(_speed(hello) for hello in hellos),
+        )
+
     def _snapshot(self, version: int) -> View:
         return View(
             version=version,
-            members=(self._identity.me, *self._membership.members()),
+            members=(self._identity.me, *self._drains.shown(self._membership.members())),
             placement=self._rollout.committed,
             model_digest=self._rules.model_digest,
         )
 
     def _why_not_ready(self) -> str:
-        """Why the mesh cannot run a token, in words; empty when it can."""
-        members = {member.id: member for member in self._membership.members()}
-        if errors := self._rollout.errors():
-            return "; ".join(f"{rank}: {error}" for rank, error in errors.items())
-        placement = self._rollout.committed
-        if placement is None:
-            return self._rollout.problem or f"loading experts: {_progress(members.values())}"
-        live = [rank for rank in placement.ranks if _serves(members.get(rank))]
-        if missing := unserved(placement, live):
-            experts = sum(len(gone) for gone in missing.values())
-            away = [rank for rank in placement.ranks if rank not in live]
-            return f"{experts} experts are served by nobody, waiting for: " + ", ".join(
-                _describe(rank, members.get(rank)) for rank in away
-            )
-        routers = [member for member in members.values() if member.role == "router"]
-        if not any(_serves(router) for router in routers):
-            waiting = [_describe(router.id, router) for router in routers]
-            return "no router is ready" + (": " + ", ".join(waiting) if waiting else "")
-        return ""
+        rollout = self._rollout
+        return why_not_ready(
+            self._membership.members(),
+            rollout.committed,
+            errors=rollout.errors(),
+            problem=rollout.problem,
+        )
 
 
-def _serves(member: Member | None) -> bool:
-    return member is not None and member.state in SERVING
-
-
-def _progress(members: Iterable[Member]) -> str:
-    workers = [
-        f"{member.id} {member.progress:.0%}"
-        for member in members
-        if member.role == "expert" and member.state not in FINAL
-    ]
-    return ", ".join(workers)
-
-
-def _describe(id_: str, member: Member | None) -> str:
-    if member is None:
-        return f"{id_} (not there)"
-    return f"{id_} ({member.state}{': ' + member.detail if member.detail else ''})"
+def _speed(hello: Hello) -> float:
+    """What a worker says of itself, unless that is nonsense."""
+    return hello.speed if isfinite(hello.speed) and hello.speed > 0 else 1.0

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import get_args
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
+from mesh.messages import Mode
 from mesh.metrics import PREFIX
 from planner_svc.coordinator import Coordinator
+from planner_svc.worth import Verdict
+
+_PHASES = ("idle", "loading", "committing", "draining")
 
 
 class PlannerCollector(Collector):
@@ -20,29 +30,70 @@ class PlannerCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         coordinator, now = self._coordinator, self._clock()
-        status = coordinator.status(now)
+        status, tallies = coordinator.status(now), coordinator.tallies
         members = GaugeMetricFamily(
             f"{PREFIX}_planner_members", "Members by role and state.", labels=["role", "state"]
         )
         for (role, state), count in sorted(coordinator.members_by_state().items()):
             members.add_metric([role, state], count)
         yield members
-        yield GaugeMetricFamily(
-            f"{PREFIX}_mesh_ready", "1 when the mesh can run a token.", value=float(status.ready)
+        yield _one_of(
+            "planner_mode", "1 for what the planner does with its plans.", "mode",
+            get_args(Mode), status.mode,
+        )  # fmt: skip
+        yield _one_of(
+            "rollout_phase", "1 for what the roll-out under way is doing.", "phase",
+            _PHASES, status.phase or "idle",
+        )  # fmt: skip
+        plans = CounterMetricFamily(
+            f"{PREFIX}_plans", "Plans by what became of them.", labels=["verdict"]
         )
-        yield GaugeMetricFamily(
-            f"{PREFIX}_placement_epoch", "Epoch of the placement in force.", value=status.epoch
+        for verdict in get_args(Verdict):
+            plans.add_metric([verdict], coordinator.plans_by_verdict[verdict])
+        yield plans
+        yield SummaryMetricFamily(
+            f"{PREFIX}_plan_seconds",
+            "Time that making plans took.",
+            count_value=tallies.plans,
+            sum_value=tallies.plan_s,
         )
-        yield GaugeMetricFamily(
-            f"{PREFIX}_balancedness_ratio",
-            "Mean over ranks / max over ranks of real tokens, mean over MoE layers.",
-            value=status.balancedness,
-        )
-        yield CounterMetricFamily(
-            f"{PREFIX}_routed_tokens", "Tokens that routers reported.", value=status.tokens
-        )
-        yield CounterMetricFamily(
-            f"{PREFIX}_load_reports_dropped",
-            "Load reports that did not fit the model.",
-            value=coordinator.dropped_reports,
-        )
+        for name, text, value in (
+            ("mesh_ready", "1 when the mesh can run a token.", float(status.ready)),
+            ("placement_epoch", "Epoch of the placement in force.", status.epoch),
+            (
+                "balancedness_ratio",
+                "Mean over ranks / max over ranks of real tokens in the window, mean over layers.",
+                status.balancedness,
+            ),
+            (
+                "balancedness_worst_ratio",
+                "The same of the layer with the least.",
+                coordinator.worst_layer(now),
+            ),
+            ("alarms", "What an operator should look at (moemesh status).", len(status.alarms)),
+        ):
+            yield GaugeMetricFamily(f"{PREFIX}_{name}", text, value=value)
+        for name, text, count in (
+            ("routed_tokens", "Tokens that routers reported.", status.tokens),
+            (
+                "load_reports_dropped",
+                "Load reports that did not fit the model.",
+                tallies.dropped_reports,
+            ),
+            ("moved_slots", "Slots that were given another expert.", tallies.moved),
+            (
+                "slots_loaded_bytes",
+                "Weights of experts that workers have loaded.",
+                coordinator.loaded_bytes,
+            ),
+            ("rollout_failures", "Waves of moves that failed.", tallies.failures),
+            ("slot_faults", "Slots that could not be filled.", tallies.faults),
+        ):
+            yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=count)
+
+
+def _one_of(name: str, text: str, label: str, values: Iterable[str], now: str) -> Metric:
+    family = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=[label])
+    for value in values:
+        family.add_metric([value], float(value == now))
+    return family

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from mesh.service import run_service
-from router_svc.service import main
+import signal
 
 if __name__ == "__main__":
+    # While modules are imported there is nothing to clean up: a Ctrl-C ends that at once.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from mesh.service import run_service
+    from router_svc.service import main
+
     run_service("router", main)

@@ -14,21 +14,28 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from time import perf_counter_ns
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from ep_kernels.plane import RouterPlane
 from structlog.typing import FilteringBoundLogger
 
-from mesh.messages import Delta, FinishReason, Logprob, Rejected, Submit, View
+from mesh.messages import Delta, FinishReason, Rejected, Submit, View
 from mesh.settings import RouterSettings
 from moe_model.model import RouterModel
 from router_svc.blocks import BlockManager
-from router_svc.exchange import Cancellation, EngineBusyError, EngineState, Results, Submission
+from router_svc.exchange import (
+    Cancellation,
+    EngineBusyError,
+    EngineState,
+    Results,
+    Submission,
+    delta_of,
+)
 from router_svc.experts import MeshExperts
 from router_svc.lanes import Lanes
+from router_svc.loads import Loads
 from router_svc.profile import Times
-from router_svc.scheduler import InadmissibleError, Outcome, Scheduler, StepWork
+from router_svc.recorder import Recorder
+from router_svc.scheduler import InadmissibleError, Scheduler, StepWork
 from router_svc.sequence import Sequence, stop_ids
 from router_svc.step import StepResult, StepRunner
 from router_svc.tickets import Tally
@@ -81,9 +88,9 @@ class Engine:
         log: FilteringBoundLogger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``deliver`` gets each step's results and ``changed`` is called when ``state.unserved``
-        changed, both on the compute thread: they must hand over and return. ``exact`` must be
-        that of the model and the lanes.
+        """``deliver`` gets each step's results and ``changed`` is called when ``state.unserved`` or
+        ``state.epoch`` changed, both on the compute thread: they must hand over and return.
+        ``exact`` must be that of the model and the lanes.
         """
         spec = model.spec
         self._plane = plane
@@ -108,12 +115,14 @@ class Engine:
             num_experts=spec.num_experts,
             moe_layers=spec.moe_layers,
             capacity_tokens=settings.capacity_tokens,
+            replica_choice=settings.replica_choice,
             exact=exact,
             timeout_s=settings.expert_timeout_s,
             answer_timeout_s=answer_timeout_s(settings),
             clock=clock,
             times=self.times,
         )
+        self.recorder = Recorder(self._experts.counts, spec.moe_layers, settings.record_steps)
         blocks = kv_cache_blocks(model, settings)
         self._scheduler = Scheduler(
             BlockManager(blocks, settings.block_size, prefix_cache=settings.prefix_cache),
@@ -184,9 +193,17 @@ class Engine:
         """Lanes dropped because the worker wrote nonsense, since start."""
         return self._plane.corrupt_lanes
 
-    def expert_counts(self) -> npt.NDArray[np.int64]:
-        """Tokens sent to each expert since start, ``[moe layers, experts]``; a copy."""
-        return self._experts.counts.copy()
+    def loads(self) -> Loads:
+        """What went to each expert and rank since start."""
+        experts = self._experts
+        return Loads(
+            tokens=self.times.tokens,
+            experts=experts.counts.tokens.copy(),
+            decodes=experts.counts.decodes.copy(),
+            epoch=experts.epoch,
+            ranks=experts.ranks,
+            rank_pairs={rank: tuple(pairs) for rank, pairs in tuple(experts.rank_pairs.items())},
+        )
 
     @property
     def tally(self) -> Tally:
@@ -244,12 +261,15 @@ class Engine:
         work = scheduler.schedule()
         for sequence in work.preempted:
             self._log.info("sequence.preempted", trace=sequence.trace, request=sequence.request)
+        self.recorder.begin_step()
         outcome = self._runner.run(work)
+        self.recorder.end_step(sum(chunk.count for chunk in work.chunks))
         self._hand_over()  # what no wait for experts has delivered yet
         if outcome.failed:
             self._end_failed(work, outcome)
         for done in scheduler.finish_step(work, outcome.drawn):
-            self._results.add(done.sequence.owner, self._delta(done, outcome))
+            logprob = outcome.logprobs.get(done.sequence.request)
+            self._results.add(done.sequence.owner, delta_of(done, logprob))
         self.times.steps += 1
         self._in_step = False
         self._publish_state()
@@ -264,32 +284,6 @@ class Engine:
                 self._end(
                     sequence, "error", failure.reason, "unavailable" if failure.unavailable else ""
                 )
-
-    def _delta(self, done: Outcome, outcome: StepResult) -> Delta:
-        sequence = done.sequence
-        logprobs: tuple[Logprob, ...] = ()
-        if outcome.logprobs and done.token is not None:
-            logprob = outcome.logprobs.get(sequence.request)
-            logprobs = () if logprob is None else (logprob,)
-        tokens = () if done.token is None else (done.token,)
-        if sequence.started:
-            return Delta(
-                request=sequence.request,
-                tokens=tokens,
-                logprobs=logprobs,
-                finish=done.finish,
-                stop_token=done.stop_token,
-            )
-        sequence.started = True
-        return Delta(
-            request=sequence.request,
-            tokens=tokens,
-            logprobs=logprobs,
-            prompt_logprobs=tuple(sequence.prompt_logprobs),
-            finish=done.finish,
-            stop_token=done.stop_token,
-            cached_tokens=sequence.cached_tokens,
-        )
 
     def _end(
         self, sequence: Sequence, finish: FinishReason, reason: str = "", error_kind: str = ""
@@ -479,9 +473,8 @@ class Engine:
                 self._experts.route_by(placement, self._lanes.serving(), self._lanes.coming())
         for peer in gone:
             self._experts.lane_lost(peer)
-        unserved = self._describe_unserved()
-        if unserved != self._unserved:
-            self._unserved = unserved
+        self._unserved = self._describe_unserved()
+        if (self._unserved, self._experts.epoch) != (self.state.unserved, self.state.epoch):
             self._publish_state()
             self._changed()
 

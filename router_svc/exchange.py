@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from mesh.messages import Delta, Load, Rejected, Submit
+from mesh.messages import Delta, Load, Logprob, Rejected, Submit
+from router_svc.scheduler import Outcome
 
 
 class EngineBusyError(Exception):
@@ -54,6 +55,23 @@ class Results:
 
     def add(self, owner: bytes, delta: Delta) -> None:
         self.deltas.setdefault(owner, []).append(delta)
+
+
+def delta_of(done: Outcome, logprob: Logprob | None) -> Delta:
+    """What the gateway is told of a sequence's step. Its first delta is marked as such in the
+    sequence.
+    """
+    sequence = done.sequence
+    is_first, sequence.started = not sequence.started, True
+    return Delta(
+        request=sequence.request,
+        tokens=() if done.token is None else (done.token,),
+        logprobs=() if logprob is None or done.token is None else (logprob,),
+        prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else (),
+        finish=done.finish,
+        stop_token=done.stop_token,
+        cached_tokens=sequence.cached_tokens if is_first else 0,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """The mesh as an expert client: dispatch to expert ranks, gather, send again what went astray.
 
-``MeshExperts`` implements ``moe_model.experts.ExpertClient`` over a ``RouterPlane``. A dispatch
-becomes *pieces*, one message to one rank each. A piece is on its way, queued behind a full ring,
-or parked because nobody serves its experts; it comes back as an answer, or is routed again when
-its lane dies, the worker is found hung, or it answers ``STALE``. The ticket keeps the layer's input
-until then, so nothing is lost with a lane.
+``MeshExperts`` makes ``moe_model.experts.ExpertClient``s, each for a micro-batch, over lanes.
+A dispatch becomes *pieces*, one message to one rank each. A piece is on its way, queued behind a
+full ring, or parked because nobody serves its experts; it comes back as an answer, or is routed
+again when its lane dies, the worker is found hung, or it answers ``STALE``. The ticket keeps the
+layer's input until then, so nothing is lost with a lane.
 
 An answer stays in its ring slot until its ticket is combined or abandoned, or the slot is needed:
 then it is copied out. So a full ring always waits for the worker, never for this router.
@@ -18,17 +18,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import lru_cache
 from time import perf_counter_ns
 
 import numpy as np
 import torch
-from ep_kernels.plane import Answer, AnswerStatus, LaneLost, Part, RouterPlane
+from ep_kernels.plane import Answer, AnswerStatus, IntArray, LaneLost, Part, RouterPlane
+from ep_kernels.routing import Choice, Counts
 
 from mesh.messages import Placement
 from moe_model.experts import combine_rows
 from router_svc.profile import Times, uncovered_ns
-from router_svc.routing import NOWHERE, Index, RouteTable, split
+from router_svc.routing import RouteTable, no_routes
 from router_svc.tickets import ExpertsUnavailableError, MeshTicket, Parked, Piece, Tally
 
 _STALE_RETRY_S = 0.02
@@ -39,12 +39,20 @@ _LOOKS = 8
 """How often overdue parts are looked for within the time a worker may take."""
 
 
-@lru_cache(maxsize=256)
-def _tokens_of(pairs: int, top_k: int) -> Index:
-    """The token of each pair of a whole micro-batch."""
-    token = np.arange(pairs) // top_k
-    token.flags.writeable = False
-    return token
+class MicroBatchExperts:
+    """``ExpertClient`` of one micro-batch, which is known to have these ``decodes``."""
+
+    __slots__ = ("_decodes", "_experts")
+
+    def __init__(self, experts: MeshExperts, decodes: bytes) -> None:
+        self._experts = experts
+        self._decodes = decodes
+
+    def dispatch(
+        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> MeshTicket:
+        """See ``MeshExperts.dispatch``."""
+        return self._experts.dispatch(layer, x, topk_ids, topk_weights, self._decodes)
 
 
 class MeshExperts:
@@ -57,6 +65,7 @@ class MeshExperts:
         num_experts: int,
         moe_layers: tuple[int, ...],
         capacity_tokens: int,
+        replica_choice: Choice,
         exact: bool,
         timeout_s: float,
         answer_timeout_s: float,
@@ -67,33 +76,24 @@ class MeshExperts:
         take for a part. ``clock``: monotonic seconds.
         """
         self._plane = plane
-        self._num_experts = num_experts
-        self._moe_layers = moe_layers
         self._layer_index = {layer: index for index, layer in enumerate(moe_layers)}
         self._capacity_tokens = capacity_tokens
+        self._replica_choice: Choice = replica_choice
         self._exact = exact
         self._timeout_s = timeout_s
         self._answer_timeout_s = answer_timeout_s
         self._look_at = 0.0  # when to look for overdue parts again
         self._clock = clock
         self._times = times
-        self._routes = RouteTable(
-            Placement(
-                epoch=0,
-                moe_layers=(),
-                num_experts=num_experts,
-                ranks=(),
-                slots_per_rank=(),
-                physical_to_logical=(),
-            ),
-            (),
-        )
+        self.counts = Counts(len(moe_layers), num_experts)
+        """Tokens routed to each expert since start."""
+        self._routes = no_routes(moe_layers, self.counts, capacity_tokens)
         self._in_flight: dict[str, dict[int, Piece]] = {}
         self._queued: dict[str, deque[Piece]] = {}
         self._holding: dict[int, Piece] = {}  # by the answer's ticket: in a ring slot still
         self._parked: list[Parked] = []
-        self.counts = np.zeros((len(moe_layers), num_experts), dtype=np.int64)
-        """Tokens sent to each logical expert of each MoE layer since start."""
+        self.rank_pairs: dict[str, list[int]] = {}
+        """Rank -> (token, expert) pairs that it has answered since start, ``[moe layers]``."""
         self.step = 0
         """Written into headers; the engine counts it."""
         self.tally = Tally()
@@ -103,10 +103,13 @@ class MeshExperts:
         return self._routes.placement.epoch
 
     @property
+    def ranks(self) -> tuple[str, ...]:
+        """Ranks of the placement in use."""
+        return self._routes.ranks
+
+    @property
     def unserved(self) -> dict[int, tuple[int, ...]]:
         """MoE layer -> experts that no rank serves now. All of them before the first placement."""
-        if not self._routes.placement.ranks:
-            return dict.fromkeys(self._moe_layers, tuple(range(self._num_experts)))
         return self._routes.unserved
 
     @property
@@ -123,7 +126,15 @@ class MeshExperts:
         # Time counts only while nobody is about to serve them.
         now = self._clock()
         parked = [replace(i, since=now) if self._will_be_served(i) else i for i in self._parked]
-        self._routes = RouteTable(placement, serving, coming)
+        self._routes = RouteTable(
+            placement,
+            serving,
+            coming,
+            counts=self.counts,
+            capacity_tokens=self._capacity_tokens,
+            choice=self._replica_choice,
+            before=self._routes,
+        )
         self._parked = []
         for item in parked:
             self._send_parked(item)
@@ -134,20 +145,28 @@ class MeshExperts:
         for piece in pieces:
             self._send_again(piece)
 
+    def micro_batch(self, decodes: bytes) -> MicroBatchExperts:
+        """These experts for one micro-batch. ``decodes``: a byte a token, 1 if the token belongs
+        to a decode step, 0 if to a prompt.
+        """
+        return MicroBatchExperts(self, decodes)
+
     def dispatch(
-        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+        self,
+        layer: int,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        decodes: bytes,
     ) -> MeshTicket:
-        """Send each token to its experts' ranks. ``x`` ``[tokens, hidden]`` fp32 must not change
-        until the ticket's ``result``; ids and weights are ``[tokens, top_k]``.
+        """Send each token to its experts' ranks. ``x`` ``[tokens, hidden]`` fp32, ids int32 and
+        weights fp32 ``[tokens, top_k]``; none may change until the ticket's ``result``.
         """
         started = perf_counter_ns()
-        ids = topk_ids.numpy().reshape(-1)
-        weights = topk_weights.numpy().reshape(-1)
-        ticket = MeshTicket(self, layer, x, ids, weights, topk_ids.shape[1], started)
-        self.counts[self._layer_index[layer]] += np.bincount(ids, minlength=self._num_experts)
-        if ids.size:
+        ticket = MeshTicket(self, layer, x, topk_ids, topk_weights, started)
+        if decodes:
             try:
-                self._send_pairs(ticket, None, None)
+                self._send_pairs(ticket, None, None, decodes)
             except BaseException:
                 ticket.abandon()
                 raise
@@ -235,59 +254,48 @@ class MeshExperts:
         """Unweighted rows ``[pairs, hidden]`` of each piece -> ``[tokens, hidden]``, added in the
         order of the gate's choices, so that no placement or failure changes a bit.
         """
-        tokens, hidden = ticket.x.shape
-        rows = torch.empty(tokens * ticket.top_k, hidden)
+        tokens, top_k = ticket.ids.shape
+        hidden = ticket.x.shape[1]
+        rows = torch.empty(tokens * top_k, hidden)
         for piece in ticket.pieces:
             rows[torch.from_numpy(piece.pairs)] = piece.rows
-        weights = torch.from_numpy(ticket.weights)
-        return combine_rows(
-            rows.view(tokens, ticket.top_k, hidden), weights.view(tokens, ticket.top_k)
-        )
+        return combine_rows(rows.view(tokens, top_k, hidden), ticket.weights)
 
-    def _send_pairs(self, ticket: MeshTicket, pairs: Index | None, since: float | None) -> None:
-        """Route pairs of a ticket (None: all) and send or park them; ``since`` is when they were
-        first parked, if they were.
+    def _send_pairs(
+        self,
+        ticket: MeshTicket,
+        pairs: IntArray | None,
+        since: float | None,
+        decodes: bytes | None = None,
+    ) -> None:
+        """Route pairs of a ticket (None: all, and count them) and send or park them; ``since`` is
+        when they were first parked, if they were.
         """
         routes = self._routes
-        if pairs is None:
-            experts, weights = ticket.ids, ticket.weights
-            token = _tokens_of(experts.size, ticket.top_k)
-        else:
-            experts, weights = ticket.ids[pairs], ticket.weights[pairs]
-            token = pairs // ticket.top_k
-        if routes.placement.ranks:
-            rank, slot = routes.choose(ticket.layer, experts)
-        else:
-            rank, slot = np.full_like(experts, NOWHERE), np.zeros(experts.size, dtype=np.int32)
-        for share in split(rank, token, self._capacity_tokens):
-            chosen = share.chosen
+        messages, nowhere = routes.route(
+            ticket.layer, ticket.ids, ticket.weights, pairs=pairs, decodes=decodes
+        )
+        epoch = routes.placement.epoch
+        for message in messages:
             part = Part(
                 self.step,
                 ticket.layer,
-                routes.placement.epoch,
+                epoch,
                 ticket.x,
-                torch.from_numpy(share.rows),
-                share.pair_token,
-                slot[chosen],
-                experts[chosen].astype(np.int32),
-                weights[chosen],
+                torch.from_numpy(message.rows),
+                message.pair_token,
+                message.pair_slot,
+                message.pair_expert,
+                message.pair_weight,
             )
-            peer = routes.ranks[share.rank]
-            piece = Piece(ticket, peer, part, chosen if pairs is None else pairs[chosen], since)
+            peer = routes.ranks[message.rank]
+            piece = Piece(ticket, peer, part, message.pairs, since)
             ticket.pieces.append(piece)
             ticket.missing += 1
             if peer in self._queued or not self._try_send(piece):
                 self._queued.setdefault(peer, deque()).append(piece)
-        if ticket.layer in routes.unserved or not routes.placement.ranks:
-            nowhere = (rank == NOWHERE).nonzero()[0]
-            if nowhere.size:
-                now = self._clock()
-                self._park(
-                    ticket,
-                    nowhere if pairs is None else pairs[nowhere],
-                    now if since is None else since,
-                    np.inf,
-                )
+        if nowhere is not None:
+            self._park(ticket, nowhere, self._clock() if since is None else since, np.inf)
 
     def _try_send(self, piece: Piece) -> bool:
         """False while the ring is full. A lane that turns out dead parks the piece's pairs."""
@@ -336,9 +344,16 @@ class MeshExperts:
             piece.answer = answer
             self._holding[answer.ticket] = piece
             ticket.missing -= 1
+            self._count_pairs(piece)
             ticket.spans.append((answer.began_ns, answer.began_ns + answer.compute_ns))
             if not ticket.missing:
                 self.tally.away_ns += perf_counter_ns() - ticket.sent_ns
+
+    def _count_pairs(self, piece: Piece) -> None:
+        counts = self.rank_pairs.get(piece.peer)
+        if counts is None:
+            counts = self.rank_pairs[piece.peer] = [0] * len(self._layer_index)
+        counts[self._layer_index[piece.ticket.layer]] += piece.pairs.size
 
     def _send_queued(self) -> None:
         for peer, queue in tuple(self._queued.items()):
@@ -372,7 +387,7 @@ class MeshExperts:
         since = now if piece.since is None else piece.since
         self._park(piece.ticket, piece.pairs, since, now + _STALE_RETRY_S)
 
-    def _park(self, ticket: MeshTicket, pairs: Index, since: float, retry_at: float) -> None:
+    def _park(self, ticket: MeshTicket, pairs: IntArray, since: float, retry_at: float) -> None:
         ticket.missing += 1
         self._parked.append(Parked(ticket, pairs, since, retry_at))
 
@@ -405,4 +420,4 @@ class MeshExperts:
 
 
 def _experts_of(item: Parked) -> tuple[int, ...]:
-    return tuple(np.unique(item.ticket.ids[item.pairs]).tolist())
+    return tuple(np.unique(item.ticket.ids.numpy().reshape(-1)[item.pairs]).tolist())

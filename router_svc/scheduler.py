@@ -49,6 +49,11 @@ class Chunk:
         return self.start + self.count
 
     @property
+    def decodes(self) -> bool:
+        """It is one token that the model made, and no part of a prompt."""
+        return self.count == 1 and self.start >= self.sequence.prompt_len
+
+    @property
     def draws(self) -> bool:
         """A token is to be drawn from the chunk's last row."""
         return self.reaches_end and self.sequence.num_output < self.sequence.sampling.max_tokens

@@ -19,15 +19,15 @@ from ep_kernels.shm.layout import lay_out
 from ep_kernels.shm.router import ShmRouterPlane
 
 from mesh.links import ServerLink
-from mesh.member import Member, RefusedByPlanner
+from mesh.member import Command, Member, RefusedByPlanner
 from mesh.messages import (
     Cancel,
     FromRouter,
     Hello,
     Load,
-    LoadReport,
     Ping,
     Pong,
+    Record,
     Rejected,
     Sampling,
     Submit,
@@ -46,7 +46,9 @@ from moe_model.shipped import checkpoint_dir
 from moe_model.spec import ModelSpec, load_spec, serving_digest
 from router_svc.engine import Engine, answer_timeout_s
 from router_svc.exchange import EngineBusyError, Results
+from router_svc.loads import Loads
 from router_svc.metrics import RouterCollector
+from router_svc.recordings import Recordings
 from router_svc.stall import StallWatch
 
 GATEWAY_SILENT_S = 5.0
@@ -56,6 +58,7 @@ _REPORT_EVERY_S = 1.0
 _WARM_UP_TIMEOUT_S = 30.0
 _WARM_UP_PAUSE_S = 0.5
 _RETRY_AFTER_S = 1.0
+_DRAIN_LOOK_S = 0.05
 _RING_SLOTS_PER_MICRO_BATCH = 2
 """Two, so that a prompt chunk of twice the capacity of a message goes out without waiting."""
 _OWN = b""
@@ -103,7 +106,13 @@ class Router:
             hello=self._hello,
             load=self._load,
             on_view=self._on_view,
+            on_command=self._on_command,
             log=ctx.log,
+        )
+        self.recordings = Recordings(
+            ctx,
+            lambda: None if self._engine is None else self._engine.recorder,
+            self._member.send,
         )
         self._member.set_state("loading", detail="loading weights", progress=0.0)
 
@@ -181,30 +190,28 @@ class Router:
                 self._gateway_lost(gateway)
 
     async def report_load(self) -> None:
-        """Tell the planner how many tokens each expert got."""
-        reported = None
-        tokens = 0
+        """Tell the planner how many tokens each expert and rank got."""
+        reported: Loads | None = None
         while True:
             await asyncio.sleep(_REPORT_EVERY_S)
             if self._engine is None:
                 continue
-            counts, done = self._engine.expert_counts(), self._engine.times.tokens
-            fresh = counts if reported is None else counts - reported
-            if not fresh.any():
-                continue
-            report = LoadReport(
-                id=self._ctx.id,
-                incarnation=self._ctx.incarnation,
-                counts=tuple(tuple(row) for row in fresh.tolist()),
-                tokens=done - tokens,
-            )
-            if self._member.send(report):
-                reported, tokens = counts, done
+            loads = self._engine.loads()
+            report = loads.since(reported, self._ctx.id, self._ctx.incarnation)
+            if report is not None and self._member.send(report):
+                reported = loads
 
     def drain(self) -> None:
         """Say that no request is taken any more."""
         self._warm = False
         self._member.set_state("draining", detail="stopping")
+
+    async def ended(self) -> None:
+        """Until no sequence runs or waits here; what is left at the end is handed back."""
+        while (engine := self._engine) is not None and (  # noqa: ASYNC110 - on another thread
+            engine.state.running or engine.state.waiting or engine.progress is not None
+        ):
+            await asyncio.sleep(_DRAIN_LOOK_S)
 
     def close(self) -> None:
         self._link.close()
@@ -269,6 +276,7 @@ class Router:
     def _engine_changed(self) -> None:
         self._news.set()
         self._show_state()
+        self._member.report_now()  # a move of experts waits for every router to use its epoch
 
     async def _try_token(self, engine: Engine, attempt: int) -> str:
         """Returns what went wrong, or nothing."""
@@ -357,6 +365,12 @@ class Router:
         if self._engine is not None:
             self._engine.set_view(view)
 
+    def _on_command(self, command: Command) -> None:
+        if isinstance(command, Record):
+            self.recordings.command(command)
+        else:
+            self._ctx.log.warning("command.unexpected", command=command.command)
+
     def _hello(self) -> Hello:
         ctx = self._ctx
         return Hello(
@@ -413,7 +427,9 @@ async def main(ctx: Context) -> None:
             actors.start("router.compute", router.compute)
             actors.start("router.warm_up", router.warm_up)
             actors.start("router.report", router.report_load)
+            actors.start("router.record", router.recordings.run)
             await ctx.stopping.wait()
             router.drain()
+            await ctx.until_drained(router.ended())
     finally:
         router.close()

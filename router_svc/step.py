@@ -137,7 +137,8 @@ class StepRunner:
             ],
             kv.block_size,
         )
-        return (yield from forward(model, plan, kv, self._experts))
+        decodes = b"".join(b"\1" if chunk.decodes else bytes(chunk.count) for chunk in chunks)
+        return (yield from forward(model, plan, kv, self._experts.micro_batch(decodes)))
 
     def _advance(self, batch: _MicroBatch, result: StepResult) -> bool:
         """Run a micro-batch until it waits for experts; True when it is through, well or not."""

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from ep_kernels.plane import Answer, FloatArray, Part
-
-from router_svc.routing import Index
+from ep_kernels.plane import Answer, IntArray, Part
 
 if TYPE_CHECKING:
     from router_svc.experts import MeshExperts
@@ -39,7 +37,7 @@ class Piece:
     ticket: MeshTicket
     peer: str
     part: Part
-    pairs: Index
+    pairs: IntArray
     since: float | None
     """When its pairs were first sent again or parked, if they were."""
     sent_at: float = 0.0
@@ -60,7 +58,7 @@ class Parked:
     """Pairs that nobody serves now."""
 
     ticket: MeshTicket
-    pairs: Index
+    pairs: IntArray
     since: float
     retry_at: float
 
@@ -72,10 +70,9 @@ class MeshTicket:
     experts: MeshExperts
     layer: int
     x: torch.Tensor
-    ids: Index
-    weights: FloatArray
-    """Logical expert and gate weight of each pair; pair ``token * top_k + choice``."""
-    top_k: int
+    ids: torch.Tensor
+    weights: torch.Tensor
+    """``[tokens, top_k]`` logical expert and gate weight of pair ``token * top_k + choice``."""
     sent_ns: int
     pieces: list[Piece] = field(default_factory=list)
     missing: int = 0

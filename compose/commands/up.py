@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -13,14 +12,20 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from compose.console import LauncherConsole
+from compose.fleet import Fleet, Most
 from compose.holder import claim_mesh, release_mesh
+from compose.keys import check_keys
 from compose.launcher import Launcher
+from compose.listeners import Listeners
 from compose.model import check_workers, served_model
 from compose.options import Source, UsageError
-from compose.processes import compose, endpoints
+from compose.processes import Recipe, ServiceRole
+from mesh.config import MAX_GATEWAYS
+from mesh.exposure import exposure_fault
 from mesh.rundir import RunDirError
 from mesh.service import KILL_GRACE_S, STOP_GRACE_S
 from mesh.settings import Settings
+from moe_model.architecture import ModelSpec
 
 _FLAGS = {
     "model.path": "--model",
@@ -62,66 +67,61 @@ def up(
         "gateway.port": port,
     }
     effective = source.effective(flags, _FLAGS)
-    if effective.settings.gateway.port == 0:
-        flags["gateway.port"] = _free_port(effective.settings.gateway.host)
-        effective = source.effective(flags, _FLAGS)
-    settings = effective.settings
-    name, spec = served_model(settings)
+    if fault := exposure_fault(effective.settings.gateway, os.environ):
+        raise UsageError(fault)
+    name, spec = served_model(effective.settings)
     check_workers(effective, spec)
-    _check_ports(settings)
-    specs = compose(
-        settings,
-        config=source.config,
-        overrides=source.overrides(flags),
-        python=sys.executable,
-        parent_pid=os.getpid(),
-    )
-    try:
-        run_dir, held = claim_mesh(settings)
-    except RunDirError as error:
-        raise UsageError(str(error), exit_code=1) from None
-    exit_code = 1
-    try:
-        with LauncherConsole(Console()) as console:
-            launcher = Launcher(
-                settings,
-                specs,
-                run_dir,
-                console,
-                model=name,
-                grace_s=grace,
-                start_timeout_s=start_timeout,
-            )
-            exit_code = asyncio.run(launcher.run())
-        return exit_code
-    finally:
-        release_mesh(run_dir, held, settings, keep_logs=exit_code != 0)
+    gateway = effective.settings.gateway
+    with Listeners(gateway.host, gateway.port) as listeners:
+        fds = [listeners.open(index) for index in range(effective.settings.mesh.gateways)]
+        flags["gateway.port"] = listeners.first_port
+        settings = source.effective(flags, _FLAGS).settings
+        recipe = Recipe(
+            settings,
+            config=source.config,
+            overrides=source.overrides(flags),
+            python=sys.executable,
+            parent_pid=os.getpid(),
+        )
+        specs = recipe.specs(fds)
+        check_keys(settings, specs)
+        try:
+            run_dir, held = claim_mesh(settings)
+        except RunDirError as error:
+            raise UsageError(str(error), exit_code=1) from None
+        exit_code = 1
+        try:
+            with LauncherConsole(Console()) as console:
+                launcher = Launcher(
+                    settings,
+                    specs,
+                    run_dir,
+                    console,
+                    model=name,
+                    fleet_of=lambda crew, planner: Fleet(
+                        crew,
+                        planner,
+                        recipe,
+                        listeners,
+                        _most(settings, spec),
+                        lambda new: check_keys(settings, new),
+                    ),
+                    grace_s=grace,
+                    start_timeout_s=start_timeout,
+                )
+                exit_code = asyncio.run(launcher.run())
+            return exit_code
+        finally:
+            release_mesh(run_dir, held, settings, keep_logs=exit_code != 0)
 
 
-def _free_port(host: str) -> int:
-    with _listening_socket(host, 0) as probe:
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _check_ports(settings: Settings) -> None:
-    """A taken port is said now, not by a gateway that fails while the weights load."""
-    host = settings.gateway.host
-    for endpoint in endpoints(settings):
-        _listening_socket(host, endpoint.port).close()
-
-
-def _listening_socket(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    probe = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
-    except OSError as error:
-        probe.close()
-        raise UsageError(
-            f"gateway.port: cannot listen on {host}:{port} ({error.strerror}); choose another "
-            "with --port",
-            exit_code=1,
-        ) from None
-    return probe
+def _most(settings: Settings, spec: ModelSpec) -> dict[ServiceRole, Most]:
+    slots = spec.num_experts + settings.planner.redundant_slots
+    lanes = settings.expert.max_lanes
+    return {
+        "expert": Most(slots, "one slot of a layer each"),
+        "router": Most(lanes, "each has a lane to each expert worker (expert.max_lanes)"),
+        "gateway": Most(
+            min(MAX_GATEWAYS, 65536 - settings.gateway.port), "each has a port of its own"
+        ),
+    }

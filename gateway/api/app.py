@@ -1,4 +1,4 @@
-"""The routes of the gateway: OpenAI's, vLLM's tokenizer endpoints, probes and metrics."""
+"""The routes of the gateway: OpenAI's, vLLM's tokenizer endpoints, probes, metrics, admin."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 from structlog.typing import FilteringBoundLogger
 
+from gateway.api.admin import AdminPages
 from gateway.api.chat_completions import ChatCompletions
 from gateway.api.completions import Completions
 from gateway.api.engine import Engine
+from gateway.api.guard import Guard
 from gateway.api.http import Edge, json_response, read_body
+from gateway.api.openapi import document
 from gateway.api.requests import DetokenizeRequest, TokenizeRequest, parse
 from gateway.api.responses import Detokenized, Model, Tokenized, encode, model_list
 from gateway.chat import plain_messages
 from gateway.errors import InvalidRequest, InvalidValue, Unavailable
 from mesh import metrics
+from mesh.admin import PlannerDesk
 
+_VERSION = importlib.metadata.version("moemesh")
 _MAX_TOKEN_ID = 2**32 - 1
 
 
@@ -32,23 +37,25 @@ class Utilities:
     def __init__(self, engine: Engine, registry: CollectorRegistry) -> None:
         self._engine = engine
         self._registry = registry
-        self._version = importlib.metadata.version("moemesh")
 
     def _model(self) -> Model:
         model = self._engine.model
         return Model(model.id, "model", model.created, "moemesh", model.root, model.context)
 
     async def models(self, http: Request) -> Response:  # noqa: ARG002
+        """The one model that this mesh serves."""
         return json_response(model_list([self._model()]))
 
     async def model(self, http: Request) -> Response:
+        """The model, if that is its id."""
         self._engine.model.check_name(http.path_params["id"])
         return json_response(encode(self._model()))
 
     async def tokenize(self, http: Request) -> Response:
         """Tokens of a text, or of messages by the chat template."""
         engine = self._engine
-        request = parse(await read_body(http, engine.max_body_bytes), TokenizeRequest)
+        body = await read_body(http, engine.max_body_bytes)
+        request = await engine.off_loop(body, lambda: parse(body, TokenizeRequest))
         engine.model.check_name(request.model)
         special = request.add_special_tokens
         if (request.prompt is None) == (request.messages is None):
@@ -56,7 +63,8 @@ class Utilities:
         if request.prompt is not None:
             text, special = request.prompt, special is not False
         else:
-            text, special = self._render(request), bool(special)
+            text = await engine.off_loop(body, lambda: self._render(request))
+            special = bool(special)
         ids = await engine.tokenize(text, add_special_tokens=special)
         names = await engine.spell(ids) if request.return_token_strs else None
         return json_response(encode(Tokenized(len(ids), engine.model.context, ids, names)))
@@ -73,7 +81,8 @@ class Utilities:
 
     async def detokenize(self, http: Request) -> Response:
         """Text of token ids, special tokens included."""
-        request = parse(await read_body(http, self._engine.max_body_bytes), DetokenizeRequest)
+        body = await read_body(http, self._engine.max_body_bytes)
+        request = await self._engine.off_loop(body, lambda: parse(body, DetokenizeRequest))
         self._engine.model.check_name(request.model)
         if not all(0 <= id_ <= _MAX_TOKEN_ID for id_ in request.tokens):
             raise InvalidValue("tokens must be token ids.", param="tokens")
@@ -103,12 +112,14 @@ class Utilities:
         return json_response(encode({"status": "ready"}))
 
     async def metrics(self, http: Request) -> Response:  # noqa: ARG002
+        """Numbers for Prometheus; no prompt, key or tenant is in them."""
         return Response(
             metrics.page(self._registry), headers={"content-type": metrics.CONTENT_TYPE}
         )
 
     async def version(self, http: Request) -> Response:  # noqa: ARG002
-        return json_response(encode({"version": self._version}))
+        """The version of moemesh that answers."""
+        return json_response(encode({"version": _VERSION}))
 
 
 async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,7 +127,13 @@ async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
     raise HTTPException(404)
 
 
-def build_app(engine: Engine, registry: CollectorRegistry, log: FilteringBoundLogger) -> Edge:
+def build_app(
+    engine: Engine,
+    guard: Guard,
+    planner: PlannerDesk,
+    registry: CollectorRegistry,
+    log: FilteringBoundLogger,
+) -> Edge:
     """The ASGI application."""
     utilities = Utilities(engine, registry)
     routes = [
@@ -131,6 +148,14 @@ def build_app(engine: Engine, registry: CollectorRegistry, log: FilteringBoundLo
         Route("/ready", utilities.ready),
         Route("/metrics", utilities.metrics),
         Route("/version", utilities.version),
+        *AdminPages(planner, engine.max_body_bytes).routes(),
     ]
+
+    async def openapi(http: Request) -> Response:  # noqa: ARG001
+        """All endpoints, as OpenAPI describes them."""
+        return json_response(described)
+
+    routes.append(Route("/openapi.json", openapi))
+    described = document(engine, guard, routes, _VERSION)
     router = Router(routes, redirect_slashes=False, default=_nothing)
-    return Edge(router, engine.meters, log)
+    return Edge(router, guard, engine.meters, log, max_body_bytes=engine.max_body_bytes)

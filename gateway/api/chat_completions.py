@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Seq
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -127,26 +128,31 @@ class ChatCompletions:
 
     async def chat_completions(self, http: Request) -> Response:
         """Chat completions, streamed or whole; raises ``ApiError``."""
+        job = await self._job(http)
+        if job.request.stream:
+            return EventStream(job.stream())
+        return json_response(await job.answer())
+
+    async def _job(self, http: Request) -> _Job:
+        # Body and messages may be large and end with this call, before the answer begins.
         engine = self._engine
-        request = parse(await read_body(http, engine.max_body_bytes), ChatRequest)
+        body = await read_body(http, engine.max_body_bytes)
+        request = await engine.off_loop(body, lambda: parse(body, ChatRequest))
         engine.model.check_name(request.model)
         check_ranges(request)
         if request.top_logprobs and not request.logprobs:
             raise InvalidValue("top_logprobs needs logprobs=true.", param="top_logprobs")
-        text = chat_prompt(engine, request)
-        ticket = Ticket(engine, http, "chatcmpl", request.n or 1)
+        text = await engine.off_loop(body, lambda: chat_prompt(engine, request))
+        ticket = Ticket(engine, http, "chatcmpl", request.n or 1, priority=request.priority)
         try:
             # Templates write special tokens such as the begin-of-text themselves.
             prompt = await engine.prompt_ids(
                 text, "messages", add_special_tokens=bool(request.add_special_tokens)
             )
-            job = _Job(request, prompt, ticket)
+            return _Job(replace(request, messages=[], chat_template_kwargs=None), prompt, ticket)
         except BaseException:
             ticket.free()
             raise
-        if request.stream:
-            return EventStream(job.stream())
-        return json_response(await job.answer())
 
 
 def chat_prompt(engine: Engine, request: ChatRequest) -> str:

@@ -198,23 +198,29 @@ class Completions:
 
     async def completions(self, http: Request) -> Response:
         """Legacy completions, streamed or whole; raises ``ApiError``."""
+        job = await self._job(http)
+        if job.request.stream:
+            return EventStream(job.stream())
+        return json_response(await job.answer())
+
+    async def _job(self, http: Request) -> _Job:
+        # The body may be large and ends with this call, before the answer begins.
         engine = self._engine
-        request = parse(await read_body(http, engine.max_body_bytes), CompletionRequest)
+        body = await read_body(http, engine.max_body_bytes)
+        request = await engine.off_loop(body, lambda: parse(body, CompletionRequest))
         engine.model.check_name(request.model)
         check_ranges(request)
         if request.logprobs is not None:
             Range(0, MAX_LOGPROBS).check("logprobs", request.logprobs)
         per_prompt = _per_prompt(request)
         prompts = split_prompts(request.prompt)
-        ticket = Ticket(engine, http, "cmpl", len(prompts) * per_prompt)
+        ticket = Ticket(engine, http, "cmpl", len(prompts) * per_prompt, priority=request.priority)
         try:
-            job = _Job(request, await self._tokenize(request, prompts), ticket, per_prompt)
+            tokenized = await self._tokenize(request, prompts)
+            return _Job(msgspec.structs.replace(request, prompt=""), tokenized, ticket, per_prompt)
         except BaseException:
             ticket.free()
             raise
-        if request.stream:
-            return EventStream(job.stream())
-        return json_response(await job.answer())
 
     async def _tokenize(
         self, request: CompletionRequest, prompts: Seq[str | list[int]]

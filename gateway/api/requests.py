@@ -7,8 +7,10 @@ unknown (refused by name). A silent no-op would make a client believe that its o
 
 from __future__ import annotations
 
+import gc
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,7 +23,7 @@ from gateway.errors import (
     UnsupportedField,
 )
 
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     {
         "user",
         "metadata",
@@ -35,7 +37,7 @@ _HARMLESS = frozenset(
 )
 
 # Unsupported fields and the values that ask for nothing. null always does.
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "bad_words": ([],),
     "continue_final_message": (False,),
@@ -50,7 +52,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
-    "priority": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
@@ -98,6 +99,8 @@ class _Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
+    priority: int | None = None
+    """The lower comes first of what the same API key has waiting."""
 
 
 class CompletionRequest(_Generate, frozen=True, kw_only=True):
@@ -141,7 +144,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     tokens: list[int]
 
 
-T = TypeVar("T", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+T = TypeVar("T", bound=msgspec.Struct)
 
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 _decode_parts = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -157,7 +160,9 @@ def parse(body: bytes, kind: type[T]) -> T:
     ``InvalidValue``, each with ``param`` naming the field.
     """
     try:
-        fields = _decode_object(body)
+        # A million small objects would set the cyclic collector to work again and again.
+        with _collector_paused():
+            fields = _decode_object(body)
     except msgspec.ValidationError:
         raise _unreadable(body) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -165,11 +170,11 @@ def parse(body: bytes, kind: type[T]) -> T:
     known = kind.__struct_fields__
     for name in [name for name in fields if name not in known]:
         value = fields.pop(name)
-        if name in _HARMLESS:
+        if name in HARMLESS:
             continue
-        if name not in _UNSUPPORTED:
+        if name not in UNSUPPORTED:
             raise UnknownField(f"Unrecognized request argument supplied: {name}", param=name)
-        if value is not None and value not in _UNSUPPORTED[name]:
+        if value is not None and not _is_one_of(value, UNSUPPORTED[name]):
             raise UnsupportedField(f"{name} is not supported by this server.", param=name)
     try:
         return msgspec.convert(fields, kind)
@@ -177,15 +182,34 @@ def parse(body: bytes, kind: type[T]) -> T:
         raise _invalid(str(error), fields) from None
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
+    # In JSON, unlike in Python, 0 is not false and 1 is not true.
+    kind = isinstance(value, bool)
+    return any(value == one and kind == isinstance(one, bool) for one in accepted)
+
+
 def _unreadable(body: bytes) -> InvalidJson | InvalidValue:
     """Why well-formed JSON is no object of values: it is something else, or a number too large."""
     try:
         parts = _decode_parts(body)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, RecursionError):
         return InvalidJson("The body must be a JSON object.")
     for name, part in parts.items():
         try:
             msgspec.json.decode(part)
+        except RecursionError:
+            continue  # a field that is there twice is only looked at the last time
         except msgspec.ValidationError as error:
             return InvalidValue(f"{name}: {_PLACE.sub('', str(error))}.", param=name)
     return InvalidJson("The body is not accepted as JSON.")

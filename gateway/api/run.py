@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -15,28 +16,49 @@ from gateway.api.engine import Engine
 from gateway.api.requests import ChatRequest, CompletionRequest
 from gateway.api.responses import Usage, usage
 from gateway.api.sampling import for_choice
+from gateway.errors import InvalidValue, shown
 from gateway.generation import Generation
 from gateway.output import Choice, Entry, Piece
 from gateway.sequences import Mailbox, Sequence
+from gateway.tenants import Tenant
 from mesh.messages import FinishReason, Sampling
+
+TIMEOUT_HEADER = "X-Request-Timeout"
 
 
 class Ticket:
-    """A request's room in the admission queue and its name; give it to ``generate`` or ``free``."""
+    """A request's room in the admission queue and its name; give it to ``generate`` or ``free``.
 
-    def __init__(self, engine: Engine, request: Request, prefix: str, sequences: int) -> None:
-        """Raises ``Overloaded`` when the queue is full."""
+    ``priority``: the request's field, None for 0.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        request: Request,
+        prefix: str,
+        sequences: int,
+        *,
+        priority: int | None,
+    ) -> None:
+        """Raises ``Overloaded`` when the queue is full, ``InvalidValue`` for the header."""
         self.engine = engine
         self.http = request
+        self.tenant: Tenant = request.state.tenant
         self.arrived = time.monotonic()
         self.created = int(time.time())
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self._sequences = sequences
-        engine.admission.admit(sequences, self.arrived)
+        self._priority = priority or 0
+        self._deadline = self.arrived + timeout_s(
+            request.headers.get(TIMEOUT_HEADER), engine.request_timeout_s
+        )
+        engine.admission.admit(self.tenant, sequences, self.arrived)
+        request.state.held.release()  # from here on what is admitted is bounded
 
     def free(self) -> None:
         """The request will not run after all."""
-        self.engine.admission.finish(self._sequences, time.monotonic())
+        self.engine.admission.finish(self.tenant, self._sequences, time.monotonic())
 
     def generate(
         self,
@@ -52,7 +74,6 @@ class Ticket:
         prompts, then of a prompt's sequences.
         """
         engine, mailbox = self.engine, Mailbox()
-        deadline = self.arrived + engine.request_timeout_s
         assert len(choices) == len(prompts) * per_prompt == self._sequences
         sequences = [
             Sequence(
@@ -62,7 +83,11 @@ class Ticket:
                 sampling=for_choice(sampling, i),
                 trace=self.http.state.request_id,
                 mailbox=mailbox,
-                deadline=deadline,
+                deadline=self._deadline,
+                tenant=self.tenant,
+                priority=self._priority,
+                # In a router, where tenants mix, one must not get ahead of another by it.
+                router_priority=-self._priority if engine.one_tenant else 0,
             )
             for p, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
             for i in range(per_prompt)
@@ -71,13 +96,33 @@ class Ticket:
         return Generation(
             table=engine.pool.table,
             admission=engine.admission,
+            tenant=self.tenant,
             meters=engine.meters,
             mailbox=mailbox,
             sequences=sequences,
             choices=choices,
             arrived=self.arrived,
-            deadline=deadline,
+            deadline=self._deadline,
         )
+
+
+def timeout_s(header: str | None, most: float) -> float:
+    """Seconds that a request may take: what its client asks for, but never more than ``most``.
+
+    Raises ``InvalidValue`` for what is no positive number.
+    """
+    if header is None:
+        return most
+    try:
+        asked = float(header)
+    except ValueError:
+        asked = math.nan
+    if not 0 < asked < math.inf:  # false for NaN
+        raise InvalidValue(
+            f"{TIMEOUT_HEADER}: expected seconds, more than 0, got {shown(header)!r}.",
+            param=TIMEOUT_HEADER,
+        )
+    return min(asked, most)
 
 
 @asynccontextmanager
@@ -96,7 +141,7 @@ async def running(
                 "prompt_tokens": prompt_tokens,
                 "completion_tokens": generation.generated_tokens,
             }
-            ticket.http.state.facts = facts
+            ticket.http.state.facts |= facts
 
 
 async def _watch(request: Request, generation: Generation) -> None:

@@ -15,9 +15,12 @@ from mesh.messages import Sampling
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_TOKEN_ENTRIES = 1024
+"""Of ``logit_bias`` and ``stop_token_ids``: looked at again for every token."""
 _SEED_MASK = 2**63 - 1
 _DEFAULT_COMPLETION_TOKENS = 16
-_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,17}")
+TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 class Range(msgspec.Struct, frozen=True):
@@ -41,7 +44,7 @@ class Range(msgspec.Struct, frozen=True):
             )
 
 
-_RANGES: Mapping[str, Range] = {
+RANGES: Mapping[str, Range] = {
     "n": Range(1, MAX_CHOICES),
     "best_of": Range(1, MAX_CHOICES),
     "temperature": Range(0, 100),
@@ -53,10 +56,11 @@ _RANGES: Mapping[str, Range] = {
     "frequency_penalty": Range(-2, 2),
     "min_tokens": Range(0, 2**31 - 1),
     "seed": Range(-(2**63), 2**63 - 1),
+    "priority": Range(-(2**31), 2**31 - 1),
     "top_logprobs": Range(0, MAX_LOGPROBS),
     "max_completion_tokens": Range(1, 2**31 - 1),
 }
-_LOGIT_BIAS = Range(-100, 100)
+LOGIT_BIAS_RANGE = Range(-100, 100)
 
 
 class Defaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,8 +79,8 @@ def check_ranges(request: CompletionRequest | ChatRequest) -> None:
     """Raise ``InvalidValue`` naming the first number that is out of its range."""
     for name in request.__struct_fields__:
         value = getattr(request, name)
-        if value is not None and name in _RANGES:
-            _RANGES[name].check(name, value)
+        if value is not None and name in RANGES:
+            RANGES[name].check(name, value)
     options = request.stream_options
     if options is None:
         return
@@ -90,13 +94,17 @@ def check_ranges(request: CompletionRequest | ChatRequest) -> None:
 
 
 def stop_strings(request: CompletionRequest | ChatRequest) -> tuple[str, ...]:
-    """``stop`` as a tuple; raises ``InvalidValue`` for empty strings or too many."""
+    """``stop`` as a tuple; raises ``InvalidValue`` for empty or long strings, or too many."""
     stop = request.stop
     stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
     if len(stops) > MAX_STOPS:
         raise InvalidValue(f"stop takes at most {MAX_STOPS} strings.", param="stop")
     if "" in stops:
         raise InvalidValue("stop must not hold an empty string.", param="stop")
+    if any(len(one) > MAX_STOP_CHARACTERS for one in stops):
+        raise InvalidValue(
+            f"stop takes strings of at most {MAX_STOP_CHARACTERS} characters.", param="stop"
+        )
     return stops
 
 
@@ -117,8 +125,9 @@ def max_tokens(
     asked, name = request.max_tokens, "max_tokens"
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         asked, name = request.max_completion_tokens, "max_completion_tokens"
-    if asked is not None:
-        Range(0 if echo else 1, 2**31 - 1).check(name, asked)
+    for limit in (name, "max_tokens"):
+        if (value := getattr(request, limit)) is not None:
+            Range(0 if echo else 1, 2**31 - 1).check(limit, value)
     if room < 0 or (room == 0 and asked != 0):
         raise ContextTooLong(
             f"This model's maximum context length is {context} tokens; "
@@ -161,6 +170,7 @@ def sampling(
             param="min_tokens",
         )
     stop_token_ids = tuple(request.stop_token_ids or ())
+    _check_count(len(stop_token_ids), "stop_token_ids")
     for token in stop_token_ids:
         _check_token(token, vocab_size, "stop_token_ids")
     return Sampling(
@@ -193,6 +203,13 @@ def _given(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
+def _check_count(entries: int, name: str) -> None:
+    if entries > MAX_TOKEN_ENTRIES:
+        raise InvalidValue(
+            f"{name} takes at most {MAX_TOKEN_ENTRIES} tokens, got {entries}.", param=name
+        )
+
+
 def _check_token(token: int, vocab_size: int, name: str) -> None:
     if not 0 <= token < vocab_size:
         raise InvalidValue(
@@ -203,13 +220,14 @@ def _check_token(token: int, vocab_size: int, name: str) -> None:
 
 def _logit_bias(bias: Mapping[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
     pairs = []
+    _check_count(len(bias or ()), "logit_bias")
     for key, value in (bias or {}).items():
-        if not _TOKEN_ID.fullmatch(key):
+        if not TOKEN_ID.fullmatch(key):
             raise InvalidType(
                 f"logit_bias: keys are token ids, got {shown(repr(key))}.", param="logit_bias"
             )
         token = int(key)
         _check_token(token, vocab_size, "logit_bias")
-        _LOGIT_BIAS.check("logit_bias", value)
+        LOGIT_BIAS_RANGE.check("logit_bias", value)
         pairs.append((token, value))
     return tuple(sorted(pairs))

@@ -3,8 +3,13 @@
 Layers, each importing only those above it:
 
     plane         the Protocols of a data plane and what travels on it
+    routing       which rank and slot each pair goes to, and the messages; in C
+    gating        experts and weights from a gate's logits; in C
+    rows          RMS norm; in C
     packed        weight matrices packed for the CPU's fastest linear kernel
     grouped_ffn   the SwiGLU experts of one MoE layer on one rank, over ``packed``
+    bundle        one expert as bytes, to travel to another process
+    shadow        one token that an expert computes before it may serve
     shm           the plane for processes of one host: lanes in shared memory
 
 Importing this package imports nothing; each process imports the modules that it needs.

@@ -19,7 +19,17 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import linear, silu
 
-from ep_kernels.packed import Kind, PackedLinear, is_dispatch_bound, pack_linear, serial_rows
+from ep_kernels.packed import (
+    Kind,
+    Matrix,
+    PackedLinear,
+    Storage,
+    is_dispatch_bound,
+    keep,
+    pack,
+    serial_rows,
+    storage_fault,
+)
 from ep_kernels.plane import FloatArray, IntArray
 
 _ALONE = 16
@@ -35,6 +45,20 @@ _EMPTY_SLOT = np.int32(-1).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
+class KeptExpert:
+    """One expert's values as a bank keeps them, before they are packed: all that another process
+    needs to compute the same.
+
+    ``gate_up`` has gate's rows first: ``[2 intermediate, hidden]``, and ``down`` ``[hidden,
+    intermediate]``; both transposed when ``small``.
+    """
+
+    small: bool
+    gate_up: Matrix
+    down: Matrix
+
+
+@dataclass(frozen=True, slots=True)
 class SmallExpert:
     """Transposed: ``gate_up`` ``[hidden, 2 intermediate]``, ``down`` ``[intermediate, hidden]``."""
 
@@ -44,6 +68,16 @@ class SmallExpert:
     @property
     def nbytes(self) -> int:
         return 4 * (self.gate_up.numel() + self.down.numel())
+
+    def kept(self) -> KeptExpert:
+        """The values that it was packed from, bit by bit. Shares memory: do not change them."""
+        return KeptExpert(
+            True, Matrix(Storage.PLAIN, self.gate_up), Matrix(Storage.PLAIN, self.down)
+        )
+
+    def ffn(self, x: torch.Tensor) -> torch.Tensor:
+        """``[rows, hidden] fp32 -> [rows, hidden]``, without a bank. Any thread."""
+        return torch.mm(_swiglu(torch.mm(x, self.gate_up)), self.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +90,14 @@ class PackedExpert:
     @property
     def nbytes(self) -> int:
         return self.gate_up.nbytes + self.down.nbytes
+
+    def kept(self) -> KeptExpert:
+        """The values that it was packed from, bit by bit."""
+        return KeptExpert(False, self.gate_up.matrix(), self.down.matrix())
+
+    def ffn(self, x: torch.Tensor) -> torch.Tensor:
+        """``[rows, hidden] fp32 -> [rows, hidden]``, without a bank. Any thread."""
+        return self.down(_swiglu(self.gate_up(x)))
 
 
 ExpertWeights: TypeAlias = SmallExpert | PackedExpert
@@ -84,10 +126,12 @@ class SlotEmptyError(LookupError):
 class ExpertBank:
     """The slots of one MoE layer on one rank.
 
-    Only the compute thread calls ``install``, ``clear``, ``run`` and ``run_rows``; ``prepare`` may
-    run on any thread, so that loading never stops the compute thread.
+    ``install``, ``clear``, ``resize``, ``run`` and ``run_rows`` exclude each other (their callers
+    see to it); the first three take microseconds. ``keep``, ``pack`` and ``prepare`` may run on any
+    thread at any time, so that loading never stops the compute thread.
 
-    ``holds`` ``[num_slots]`` int32: the logical expert in each slot, or -1.
+    ``holds`` ``[num_slots]`` int32: the logical expert in each slot, or -1. ``resize`` puts another
+    array in its place.
     """
 
     def __init__(
@@ -133,9 +177,9 @@ class ExpertBank:
         """Bytes of all weights held."""
         return sum(expert.nbytes for expert in self._experts if expert is not None)
 
-    def prepare(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> ExpertWeights:
-        """Convert one expert: ``gate``, ``up`` ``[intermediate, hidden]``, ``down`` ``[hidden,
-        intermediate]``. Copies; raises ``ValueError`` on a wrong shape.
+    def keep(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> KeptExpert:
+        """What to keep of one expert: ``gate``, ``up`` ``[intermediate, hidden]``, ``down``
+        ``[hidden, intermediate]``. Copies; raises ``ValueError`` on a wrong shape.
         """
         inner, outer = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
         for name, tensor, shape in (
@@ -148,11 +192,44 @@ class ExpertBank:
         with torch.no_grad():
             gate_up = torch.cat([gate, up]).float()  # [2 intermediate, hidden]
             if self._small:
-                return SmallExpert(gate_up.t().contiguous(), down.float().t().contiguous())
-            return PackedExpert(
-                pack_linear(gate_up, self.kind, exact=self.exact),
-                pack_linear(down, self.kind, exact=self.exact),
+                return KeptExpert(
+                    True,
+                    Matrix(Storage.PLAIN, gate_up.t().contiguous()),
+                    Matrix(Storage.PLAIN, down.float().t().contiguous()),
+                )
+            return KeptExpert(
+                False,
+                keep(gate_up, self.kind, exact=self.exact),
+                keep(down, self.kind, exact=self.exact),
             )
+
+    def pack(self, kept: KeptExpert) -> ExpertWeights:
+        """Make ``kept``, which another process's bank may have chosen, ready to run; its values are
+        given away. Raises ``ValueError`` for what this bank would not keep or cannot run.
+        """
+        if kept.small is not self._small:
+            raise ValueError("the expert was kept by a bank of another layout")
+        shapes = [(2 * self.intermediate, self.hidden), (self.hidden, self.intermediate)]
+        for matrix, shape in zip((kept.gate_up, kept.down), shapes, strict=True):
+            values, wanted = matrix.values, shape[::-1] if self._small else shape
+            if tuple(values.shape) != wanted or values.dtype is not matrix.storage.dtype:
+                raise ValueError(
+                    f"a {matrix.storage.name} matrix has {values.dtype} {list(values.shape)}, "
+                    f"expected {matrix.storage.dtype} {list(wanted)}"
+                )
+            if self._small and matrix.storage is not Storage.PLAIN:
+                raise ValueError(f"a small expert's matrix is {matrix.storage.name}")
+            if not self._small and (
+                fault := storage_fault(matrix.storage, *shape, self.kind, exact=self.exact)
+            ):
+                raise ValueError(fault)
+        if self._small:
+            return SmallExpert(kept.gate_up.values, kept.down.values)
+        return PackedExpert(pack(kept.gate_up), pack(kept.down))
+
+    def prepare(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> ExpertWeights:
+        """``keep`` and ``pack`` in one call."""
+        return self.pack(self.keep(gate, up, down))
 
     def install(self, slot: int, logical_expert: int, weights: ExpertWeights) -> None:
         """Put a prepared expert into ``slot``, replacing what it holds."""
@@ -178,6 +255,16 @@ class ExpertBank:
         """Empty ``slot`` and free its weights."""
         self.holds[slot] = -1
         self._experts[slot] = None
+
+    def resize(self, num_slots: int) -> None:
+        """Have ``num_slots`` slots: new ones are empty, those beyond lose their expert, the others
+        stay as they are.
+        """
+        holds = np.full(num_slots, -1, dtype=np.int32)
+        stay = min(num_slots, self.num_slots)
+        holds[:stay] = self.holds[:stay]
+        self._experts = self._experts[:stay] + [None] * (num_slots - stay)
+        self.holds = holds
 
     def matches(self, pair_slot: IntArray, pair_expert: IntArray) -> bool:
         """Whether every pair's slot holds the pair's logical expert. Both ``[pairs]``. Never
@@ -347,6 +434,11 @@ class ExpertBank:
         for rows in serial_rows(gate_up.shape[0], inter):
             torch.mul(silu(gate_up[rows, :inter]), gate_up[rows, inter:], out=out[rows])
         return out
+
+
+def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=1)
+    return silu(gate).mul_(up)
 
 
 def reference_rows(

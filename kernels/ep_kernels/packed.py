@@ -1,7 +1,11 @@
 """Weight matrices packed for a CPU's fastest linear kernel.
 
-Three storages, one call. Reading weights bounds decoding, so fp16 storage (fp32 arithmetic) halves
+Four storages, one call. Reading weights bounds decoding, so fp16 storage (fp32 arithmetic) halves
 its time; a matrix that fits a core's cache is bound by the call itself and stays a plain tensor.
+
+Packing has two steps: ``keep`` chooses the storage and rounds the values to it, ``pack`` lays them
+out for the kernel. Unpacking (``PackedLinear.matrix``) gives the kept values back bit by bit, so
+that a matrix can be packed again elsewhere and computes the same.
 
 ``exact`` storages give rows that do not depend on how many other rows share the call. Whether a
 kernel keeps that promise for a shape is probed when the first matrix of that shape is packed; a
@@ -12,6 +16,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -36,23 +42,53 @@ _PROBE_VALUES = 1 << 24
 """A larger matrix (a vocabulary's) is probed on its first rows: 64 MiB."""
 
 
+class Storage(IntEnum):
+    """How a matrix lies in memory. The numbers are part of what a bundle says: never change one."""
+
+    PLAIN = 1
+    ROW_BY_ROW = 2
+    ONEDNN = 3
+    FP16 = 4
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the kept values."""
+        return torch.float16 if self is Storage.FP16 else torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A weight as it is kept: ``values`` ``[out, in]`` of ``storage.dtype``, contiguous."""
+
+    storage: Storage
+    values: torch.Tensor
+
+
 class PackedLinear(ABC):
     """A linear map without bias: ``x [..., in] fp32 -> [..., out] fp32``. Immutable, thread-safe.
 
-    ``kind`` says how the weights are stored, ``nbytes`` how much memory they take.
+    ``storage`` and ``kind`` say how the weights are stored, ``nbytes`` how much memory they take.
     """
 
     __slots__ = ("in_features", "nbytes", "out_features")
 
-    kind: StoredKind = "fp32"
+    storage: Storage
 
     def __init__(self, out_features: int, in_features: int) -> None:
         self.out_features = out_features
         self.in_features = in_features
-        self.nbytes = out_features * in_features * (2 if self.kind == "fp16" else 4)
+        self.nbytes = out_features * in_features * self.storage.dtype.itemsize
+
+    @property
+    def kind(self) -> StoredKind:
+        return "fp16" if self.storage is Storage.FP16 else "fp32"
 
     @abstractmethod
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    @abstractmethod
+    def matrix(self) -> Matrix:
+        """The kept values, bit by bit as they were packed. May share memory: do not change them."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.out_features}x{self.in_features}, {self.kind})"
@@ -63,6 +99,8 @@ class _Plain(PackedLinear):
 
     __slots__ = ("_weight",)
 
+    storage = Storage.PLAIN
+
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__(weight.shape[0], weight.shape[1])
         self._weight = weight
@@ -70,11 +108,16 @@ class _Plain(PackedLinear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self._weight)
 
+    def matrix(self) -> Matrix:
+        return Matrix(self.storage, self._weight)
+
 
 class _RowByRow(PackedLinear):
     """One matrix-vector product a row: slow, and exact on every platform."""
 
     __slots__ = ("_weight",)
+
+    storage = Storage.ROW_BY_ROW
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__(weight.shape[0], weight.shape[1])
@@ -84,14 +127,20 @@ class _RowByRow(PackedLinear):
         rows = x.reshape(-1, self.in_features)
         out = rows.new_empty(rows.shape[0], self.out_features)
         for i in range(rows.shape[0]):
-            torch.mv(self._weight, rows[i], out=out[i])
+            # A new tensor: the product's bits may depend on how its input is aligned.
+            torch.mv(self._weight, rows[i].clone(), out=out[i])
         return out.view(*x.shape[:-1], self.out_features)
+
+    def matrix(self) -> Matrix:
+        return Matrix(self.storage, self._weight)
 
 
 class _OneDnn(PackedLinear):
     """fp32 in oneDNN's blocked layout."""
 
     __slots__ = ("_apply", "_packed")
+
+    storage = Storage.ONEDNN
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__(weight.shape[0], weight.shape[1])
@@ -103,27 +152,48 @@ class _OneDnn(PackedLinear):
         y: torch.Tensor = self._apply(x, self._packed, None, "none", [], "")
         return y
 
+    def matrix(self) -> Matrix:
+        return Matrix(self.storage, self._packed.to_dense())
+
 
 class _Fp16(PackedLinear):
     """fp16 in fbgemm's blocked layout, multiplied in fp32. Weights must lie in fp16's range."""
 
-    __slots__ = ("_apply", "_packed")
+    __slots__ = ("_apply", "_packed", "_unpack")
 
-    kind = "fp16"
+    storage = Storage.FP16
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__(weight.shape[0], weight.shape[1])
         ops: Any = torch.ops.quantized
-        self._packed = ops.linear_prepack_fp16(weight, None)
+        self._packed = ops.linear_prepack_fp16(weight.float(), None)
         self._apply = ops.linear_dynamic_fp16.default
+        self._unpack = ops.linear_unpack_fp16
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self._apply(x, self._packed)
         return y
 
+    def matrix(self) -> Matrix:
+        weight, _bias = self._unpack(self._packed)
+        return Matrix(self.storage, weight.half())
+
+
+_LINEARS: dict[Storage, type[_Plain | _RowByRow | _OneDnn | _Fp16]] = {
+    Storage.PLAIN: _Plain,
+    Storage.ROW_BY_ROW: _RowByRow,
+    Storage.ONEDNN: _OneDnn,
+    Storage.FP16: _Fp16,
+}
+
 
 def pack_linear(weight: torch.Tensor, kind: Kind = "auto", *, exact: bool = False) -> PackedLinear:
-    """Pack ``weight`` ``[out, in]`` (any float dtype; copied, never kept as a view).
+    """``pack(keep(...))``."""
+    return pack(keep(weight, kind, exact=exact))
+
+
+def keep(weight: torch.Tensor, kind: Kind = "auto", *, exact: bool = False) -> Matrix:
+    """What to keep of ``weight`` ``[out, in]`` (any float dtype; copied, never kept as a view).
 
     ``fp32`` keeps every bit. ``fp16`` rounds, and falls back to fp32 where a value is out of
     fp16's range or the kernel is missing. ``auto`` takes fp16 only where that loses nothing and
@@ -140,14 +210,43 @@ def pack_linear(weight: torch.Tensor, kind: Kind = "auto", *, exact: bool = Fals
         # A fresh tensor: a view would keep a memory-mapped checkpoint shard alive.
         dense = torch.empty(weight.shape, dtype=torch.float32).copy_(weight)
         if exact:
-            return _pack_exact(dense, kind)
+            return _keep_exact(dense, kind)
         if is_dispatch_bound(dense.shape[0], dense.shape[1]):
-            return _Plain(dense)
+            return Matrix(Storage.PLAIN, dense)
         if _wants_fp16(dense, kind) and has_fp16_kernel():
-            return _Fp16(dense)
-        if has_onednn_kernel():
-            return _OneDnn(dense)
-        return _Plain(dense)
+            return Matrix(Storage.FP16, dense.half())
+        return Matrix(Storage.ONEDNN if has_onednn_kernel() else Storage.PLAIN, dense)
+
+
+def pack(matrix: Matrix) -> PackedLinear:
+    """Lay ``matrix`` out for its kernel, which must exist here. May keep its values as they are:
+    the caller gives them away.
+    """
+    with torch.no_grad():
+        return _LINEARS[matrix.storage](matrix.values)
+
+
+def storage_fault(
+    storage: Storage, out_features: int, in_features: int, kind: Kind, *, exact: bool
+) -> str:
+    """Why this process may not pack a matrix that another one keeps so, in words; empty when it
+    may: the kernel must exist here, and the same ``kind`` and ``exact`` allow it.
+    """
+    if storage is Storage.FP16:
+        if kind == "fp32" or (exact and kind != "fp16"):
+            return "fp16 weights where fp32 is asked for"
+        works = has_fp16_kernel()
+    else:
+        works = storage is not Storage.ONEDNN or has_onednn_kernel()
+    if not works:
+        return f"this CPU has no kernel for {storage.name} weights"
+    if not exact or storage is Storage.ROW_BY_ROW:
+        return ""
+    stored: StoredKind = "fp16" if storage is Storage.FP16 else "fp32"
+    independent = storage is not Storage.PLAIN and _rows_are_independent(
+        stored, out_features, in_features, torch.get_num_threads()
+    )
+    return "" if independent else f"rows of {storage.name} weights depend on the batch here"
 
 
 def serial_rows(rows: int, width: int) -> Iterator[slice]:
@@ -207,16 +306,16 @@ def _fits_fp16(dense: torch.Tensor) -> bool:
     return dense.numel() == 0 or dense.abs().max().item() <= torch.finfo(torch.float16).max
 
 
-def _pack_exact(dense: torch.Tensor, kind: Kind) -> PackedLinear:
+def _keep_exact(dense: torch.Tensor, kind: Kind) -> Matrix:
     out_features, in_features = dense.shape
     threads = torch.get_num_threads()
     if kind == "fp16" and _fits_fp16(dense) and has_fp16_kernel():
         if _rows_are_independent("fp16", out_features, in_features, threads):
-            return _Fp16(dense)
-        return _RowByRow(dense.half().float())
+            return Matrix(Storage.FP16, dense.half())
+        return Matrix(Storage.ROW_BY_ROW, dense.half().float())
     if has_onednn_kernel() and _rows_are_independent("fp32", out_features, in_features, threads):
-        return _OneDnn(dense)
-    return _RowByRow(dense)
+        return Matrix(Storage.ONEDNN, dense)
+    return Matrix(Storage.ROW_BY_ROW, dense)
 
 
 @lru_cache(maxsize=4096)

@@ -7,7 +7,7 @@ leaves latent form.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -102,17 +102,6 @@ class LatentMatrices:
     key_up: torch.Tensor
     value_up: torch.Tensor
     o: torch.Tensor
-
-    def scaled(self, q: torch.Tensor | None, latent: torch.Tensor) -> LatentMatrices:
-        """The same matrices for inputs whose norms leave their scales to them: ``q`` ``[source]``
-        (None: no norm before it) and ``latent`` ``[latent]``.
-        """
-        return replace(
-            self,
-            q=self.q if q is None else self.q * q,
-            key_up=self.key_up * latent,
-            value_up=self.value_up * latent,
-        )
 
 
 def read_matrices(

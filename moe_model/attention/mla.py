@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from ep_kernels.packed import Kind, PackedLinear, pack_linear
+from ep_kernels.rows import RmsNorm
 
 from moe_model.architecture import MlaSpec, RopeSpec
 from moe_model.attention.absorb import (
@@ -34,7 +35,6 @@ from moe_model.attention.core import (
     span_rows,
 )
 from moe_model.kv_cache import KVCache
-from moe_model.layers import Direction, Norm, make_norm, rms_scale
 from moe_model.plan import ExpandRule, Group, Part, Span, StepPlan, Turns
 from moe_model.rope import Rope
 
@@ -98,17 +98,8 @@ class LatentAttention:
         q_norm, kv_norm = weights.get("q_a_norm"), weights["kv_a_norm"]
         eps = spec.latent_norm_eps
         folded = folds(spec, hidden)
-        self._q_norm: Norm | None
-        if folded and not exact:
-            # Matrices that are multiplied out anyway take the norms' weights too.
-            matrices = matrices.scaled(
-                None if q_norm is None else rms_scale(q_norm), rms_scale(kv_norm)
-            )
-            self._q_norm = None if q_norm is None else Direction(q_norm.shape[0], eps)
-            self._kv_norm: Norm = Direction(spec.kv_lora_rank, eps)
-        else:
-            self._q_norm = None if q_norm is None else make_norm(q_norm, eps, exact=exact)
-            self._kv_norm = make_norm(kv_norm, eps, exact=exact)
+        self._q_norm = None if q_norm is None else RmsNorm(q_norm, eps)
+        self._kv_norm = RmsNorm(kv_norm, eps)
         q, out = matrices.q.flatten(0, 1), weights["o"]
         self._kv_up: PackedLinear | None = None
         self._absorption: Absorption

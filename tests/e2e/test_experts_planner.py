@@ -46,7 +46,8 @@ class Processes:
 
     def __init__(self, home: Path, *settings: str) -> None:
         self.run_dir = home / "run"
-        self.settings = (f"mesh.run_dir={self.run_dir}", *QUICK, *settings)
+        places = (f"mesh.run_dir={self.run_dir}", f"mesh.state_dir={home / 'state'}")
+        self.settings = (*places, *QUICK, *settings)
         self.home = home
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -398,6 +399,7 @@ def test_three_workers_with_redundant_slots_on_exact_lanes_then_a_clean_end(
         assert set(codes.values()) == {ExitCode.OK}, processes.logs()
         assert not list(processes.run_dir.glob("*.sock"))
         assert not list(processes.run_dir.glob("*.lanes"))
+        assert not list(processes.run_dir.glob("*.bundles"))
     finally:
         router.close()
         processes.close()

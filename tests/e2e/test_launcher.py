@@ -32,10 +32,11 @@ class Up:
     def __init__(self, run_dir: Path, *arguments: str) -> None:
         self.run_dir = run_dir
         self.where = ("--set", f"mesh.run_dir={run_dir}")
+        state = ("--set", f"mesh.state_dir={run_dir.parent / 'state'}")
         self.text = ""
         self.shm_before = set(Path("/dev/shm").iterdir())
         self.process = subprocess.Popen(
-            moemesh("up", *self.where, "--port", "0", *arguments),
+            moemesh("up", *self.where, *state, "--port", "0", *arguments),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,

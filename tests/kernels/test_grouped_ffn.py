@@ -153,6 +153,27 @@ def test_a_slot_follows_install_and_clear():
     assert bank.nbytes == 0
 
 
+def test_resizing_keeps_the_slots_that_stay():
+    experts = make_experts(*SMALL)
+    bank = make_bank(SMALL, experts[:3])
+    bank.resize(5)
+    assert bank.holds.tolist() == [100, 101, 102, -1, -1]
+    bank.load(4, 9, *experts[4])
+    bank.resize(2)
+    assert bank.holds.tolist() == [100, 101]
+    assert bank.nbytes == 2 * 3 * 4 * SMALL[0] * SMALL[1]
+    assert not bank.matches(np.array([4], np.int32), np.array([9], np.int32))
+    bank.resize(0)
+    assert bank.num_slots == 0
+    bank.resize(1)
+    assert bank.holds.tolist() == [-1]
+    bank.load(0, 7, *experts[0])
+    x, zero = torch.randn(1, SMALL[0]), np.zeros(1, np.int32)
+    out = torch.empty(1, SMALL[0])
+    bank.run_rows(x, zero, zero, out)
+    torch.testing.assert_close(out, reference_rows(x, zero, experts, zero), atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("shape", [SMALL, LARGE])
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_an_empty_slot_is_named(shape, tokens):

@@ -1,17 +1,93 @@
-"""The roll-out under any order of joins, deaths, lost and late acknowledgements and restarts."""
+"""The roll-out against workers and routers that die, restart, fail, and lose or repeat messages.
+
+Workers here do what real ones do: they free what they are told to give up, load one expert after
+another, keep what is in place, and acknowledge with what failed. Routers use the newest placement
+that reached them. The planner restarts with what it wrote to disk and what members tell it.
+"""
 
 from __future__ import annotations
 
-from hypothesis import settings
+import itertools
+from dataclasses import dataclass, field
+
+import msgspec
+from hypothesis import assume, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
-from mesh.messages import AssignSlots, Placement
-from mesh.placement import local_slots
-from planner_svc.rollout import Assign, Commit, ModelShape, Rollout
+from mesh.messages import AssignSlots, Placement, SlotFault, SlotsReady
+from mesh.placement import EMPTY, local_slots, unserved
+from planner_svc.moves import Assign, Commit, Done, Failed, ModelShape, RolloutRules, Target
+from planner_svc.policies.problem import PlanError
+from planner_svc.rollout import Rollout
+from planner_svc.waves import layout_of, wants_of
 
-RANKS = st.sampled_from(["e0", "e1", "e2", "e3"])
-SHAPE = ModelShape(moe_layers=(0, 1), num_experts=5)
+LAYERS, EXPERTS = (3, 7), 5
+SHAPE = ModelShape(moe_layers=LAYERS, num_experts=EXPERTS)
+RANKS = ("e0", "e1", "e2", "e3")
+ROUTERS = ("r0", "r1")
+MOVE_SLOTS = 2
+CALM_S = 300.0
+"""How long everything may take to come to rest once nothing fails any more."""
+
+Event = tuple[str, str, int, object]
+"""(kind, member, its incarnation, content) on its way to the planner."""
+
+
+@dataclass
+class Worker:
+    incarnation: int
+    offered: int
+    slots: list[list[int]] = field(default_factory=lambda: [[] for _ in LAYERS])
+    """What it holds."""
+    command: AssignSlots | None = None
+    failed: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(layer, slot) that could not be filled for this command -> expert."""
+    refused: bool = False
+    ready: bool = False
+    draining: bool = False
+    known: Placement | None = None
+    """Newest placement that it heard of."""
+    acknowledged_since: int = -1
+    """Start of the planner that heard its first acknowledgement."""
+
+    def take(self, command: AssignSlots) -> None:
+        if self.command is not None and command.command < self.command.command:
+            return
+        if self.command is None or command.command != self.command.command:
+            self.failed.clear()
+            self.refused = False
+        self.command = command
+        for layer, row in enumerate(command.slots):
+            held = self.slots[layer]
+            self.slots[layer] = [
+                expert if held[at : at + 1] == [expert] else EMPTY for at, expert in enumerate(row)
+            ]
+
+    def lacking(self) -> list[tuple[int, int, int]]:
+        assert self.command is not None
+        return [
+            (layer, slot, expert)
+            for layer, row in enumerate(self.command.slots)
+            for slot, expert in enumerate(row)
+            if self.slots[layer][slot] != expert and (layer, slot) not in self.failed
+        ]
+
+
+@dataclass
+class Router:
+    incarnation: int
+    placement: Placement | None = None
+
+    @property
+    def epoch(self) -> int:
+        return 0 if self.placement is None else self.placement.epoch
 
 
 class RolloutMachine(RuleBasedStateMachine):
@@ -19,81 +95,402 @@ class RolloutMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.starts = 0
+        self.numbers = itertools.count(1)
         self.stored: Placement | None = None
-        self.sent: list[tuple[str, AssignSlots]] = []
-        self.present: set[str] = set()
-        self.held: set[tuple[str, tuple[tuple[int, ...], ...]]] = set()
-        """Every (rank, slots) that was ever acknowledged."""
+        self.workers: dict[str, Worker] = {}
+        self.routers: dict[str, Router] = {}
+        self.to_planner: list[Event] = []
+        self.to_workers: list[tuple[str, int, AssignSlots]] = []
+        self.broadcast: Placement | None = None
         self.highest_epoch = 0
-        self.state = self.start()
+        self.undisturbed = True
+        """No process has died and no load has failed yet."""
+        self.asked: Target | None = None
+        self.left_out: set[str] = set()
+        """Ranks for which the last target had nothing."""
+        self.rules = RolloutRules(1, 1, 2, 10.0, MOVE_SLOTS, 0, 5.0)
+        self.planner = self.start()
+
+    @initialize(
+        spare=st.integers(0, 2),
+        redundant=st.integers(0, 2),
+        rate=st.sampled_from([0, 1, 1000]),
+        present=st.lists(st.sampled_from([0, 0, 4, 9]), max_size=4),
+        rounds=st.integers(0, 6),
+    )
+    def begin(self, spare: int, redundant: int, rate: int, present: list[int], rounds: int) -> None:
+        self.rules = RolloutRules(
+            redundant_slots=redundant,
+            spare_slots=spare,
+            wanted_ranks=2,
+            patience_s=10.0,
+            move_slots=MOVE_SLOTS,
+            move_bytes_per_s=rate,
+            phase_timeout_s=5.0,
+        )
+        self.planner = self.start()
+        for name in ROUTERS[: rounds % 3]:
+            self.start_router(name)
+        for name, offered in zip(RANKS, present, strict=False):
+            self.start_worker(name, offered)
+        for _ in range(rounds):
+            self.all_goes_well()
 
     def start(self) -> Rollout:
         self.starts += 1
-        return Rollout(
-            shape=SHAPE,
-            redundant_slots=2,
-            wanted_ranks=2,
-            patience_s=30.0,
-            stored=self.stored,
-            first_command=self.starts * 1_000_000,
-        )
+        return Rollout(SHAPE, self.rules, stored=self.stored, first_command=self.starts * 1_000_000)
+
+    # ---------------------------------------------------------------- the planner's side
 
     def carry_out(self) -> None:
-        for effect in self.state.due(self.now):
+        for effect in self.planner.due(self.now):
             match effect:
                 case Assign(rank=rank, command=command):
-                    self.sent.append((rank, command))
-                case Commit(placement):
-                    assert placement.epoch >= self.highest_epoch
-                    self.highest_epoch = placement.epoch
-                    self.stored = placement
-        self.state.check()
+                    self.check_command(rank, command)
+                    self.to_workers.append((rank, self.workers[rank].incarnation, command))
+                case Commit(placement=placement):
+                    again = placement == self.stored or placement.epoch == self.highest_epoch
+                    assert placement.epoch > self.highest_epoch or again
+                    self.highest_epoch = max(self.highest_epoch, placement.epoch)
+                    self.stored = self.broadcast = placement
+                case Failed(retry_in_s=None):
+                    self.asked = None
+                case Done():
+                    assert self.asked is not None
+                    committed = self.planner.committed
+                    assert committed is not None
+                    wants = wants_of(layout_of(committed))
+                    target = msgspec.structs.replace(
+                        committed,
+                        ranks=self.asked.ranks,
+                        slots_per_rank=self.asked.slots_per_rank,
+                        physical_to_logical=self.asked.rows,
+                    )
+                    wanted = wants_of(layout_of(target))
+                    assert wants == {r: rows for r, rows in wanted.items() if any(rows)}
+                    self.left_out = {r for r, rows in wanted.items() if not any(rows)}
+                    self.asked = None
+        self.planner.check()
 
-    @rule(rank=RANKS, offered=st.sampled_from([0, 2, 3, 9]))
-    def join(self, rank: str, offered: int) -> None:
-        self.present.add(rank)
-        self.state.joined(rank, offered, self.now)
+    def check_command(self, rank: str, command: AssignSlots) -> None:
+        worker = self.workers[rank]
+        assert all(len(row) == len(command.slots[0]) for row in command.slots)
+        assert not worker.offered or len(command.slots[0]) <= worker.offered
+        committed = self.planner.committed
+        for source in command.sources:
+            assert committed is not None
+            expert = command.slots[LAYERS.index(source.layer)][source.slot]
+            held = local_slots(committed, source.peer)[LAYERS.index(source.layer)]
+            assert held[source.peer_slot] == expert
+            assert source.peer != rank
+            assert source.address == f"tcp://{source.peer}"
+
+    def hear(self, event: Event) -> None:
+        kind, name, incarnation, content = event
+        member = self.workers.get(name) or self.routers.get(name)
+        if member is None or member.incarnation != incarnation:
+            return  # the planner fences the dead
+        match kind:
+            case "hello":
+                if isinstance(content, Placement):
+                    self.planner.learned(content)
+                if isinstance(member, Worker):
+                    self.planner.joined(name, member.offered, f"tcp://{name}", self.now)
+                    if member.draining:
+                        self.planner.drain(name)
+            case "ready":
+                self.planner.ready(name, is_ready=True)
+            case "draining":
+                self.planner.drain(name)
+            case "done":
+                assert isinstance(content, SlotsReady)
+                self.planner.acknowledged(content, self.now)
+            case "epoch":
+                assert isinstance(content, int)
+                self.planner.saw_epoch(content)
+                self.planner.router_at(name, content)
         self.carry_out()
 
-    @rule(rank=RANKS)
-    def die(self, rank: str) -> None:
-        self.present.discard(rank)
-        self.state.gone(rank, self.now)
+    # ---------------------------------------------------------------- members come and go
+
+    @rule(name=st.sampled_from(RANKS), offered=st.sampled_from([0, 0, 0, 2, 3, 4, 9]))
+    def start_worker(self, name: str, offered: int) -> None:
+        if name in self.workers:
+            self.undisturbed = False
+        self.kill(name)
+        self.workers[name] = Worker(next(self.numbers), offered)
+        self.say_hello(name)
+
+    @rule(name=st.sampled_from(RANKS))
+    def kill_worker(self, name: str) -> None:
+        if name in self.workers:
+            self.undisturbed = False
+            self.kill(name)
+            self.carry_out()
+
+    def kill(self, name: str) -> None:
+        if self.workers.pop(name, None) is not None:
+            self.planner.gone(name, self.now)
+
+    @rule(name=st.sampled_from(ROUTERS))
+    def start_router(self, name: str) -> None:
+        self.planner.router_gone(name)
+        self.routers[name] = Router(next(self.numbers))
         self.carry_out()
 
-    @rule(data=st.data(), error=st.sampled_from(["", "", "no memory"]))
-    def acknowledge_any_command_ever_sent(self, data: st.DataObject, error: str) -> None:
-        if not self.sent:
+    @rule(name=st.sampled_from(ROUTERS))
+    def kill_router(self, name: str) -> None:
+        self.planner.router_gone(name)
+        self.routers.pop(name, None)
+        self.carry_out()
+
+    @rule(name=st.sampled_from(RANKS))
+    def drain_worker(self, name: str) -> None:
+        if name in self.workers:
+            self.workers[name].draining = True
+            self.post(("draining", name, self.workers[name].incarnation, None))
+
+    @rule(file_lost=st.booleans(), hellos=st.booleans())
+    def planner_restarts(self, *, file_lost: bool, hellos: bool) -> None:
+        self.undisturbed = False
+        if file_lost:
+            self.stored = None
+            members = [*self.workers.values(), *self.routers.values()]
+            known = [worker.known for worker in self.workers.values()]
+            known += [router.placement for router in self.routers.values()]
+            assert members or not known
+            self.highest_epoch = max((p.epoch for p in known if p is not None), default=0)
+        self.to_planner.clear()
+        self.broadcast = self.asked = None
+        self.planner = self.start()
+        if hellos:
+            for name in [*self.workers, *self.routers]:
+                self.say_hello(name)
+
+    def say_hello(self, name: str) -> None:
+        worker, router = self.workers.get(name), self.routers.get(name)
+        if worker is not None:
+            self.hear(("hello", name, worker.incarnation, worker.known))
+        elif router is not None:
+            self.hear(("hello", name, router.incarnation, router.placement))
+
+    # ---------------------------------------------------------------- messages
+
+    def post(self, event: Event) -> None:
+        self.to_planner.append(event)
+
+    @rule(data=st.data(), keep=st.booleans())
+    def planner_hears(self, data: st.DataObject, *, keep: bool) -> None:
+        if self.to_planner:
+            at = data.draw(st.integers(0, len(self.to_planner) - 1))
+            event = self.to_planner[at] if keep else self.to_planner.pop(at)
+            self.hear(event)
+
+    @rule(data=st.data())
+    def messages_are_lost(self, data: st.DataObject) -> None:
+        for queue in (self.to_planner, self.to_workers):
+            if queue:
+                queue.pop(data.draw(st.integers(0, len(queue) - 1)))
+
+    @rule(data=st.data(), keep=st.booleans())
+    def worker_hears(self, data: st.DataObject, *, keep: bool) -> None:
+        if self.to_workers:
+            at = data.draw(st.integers(0, len(self.to_workers) - 1))
+            name, incarnation, command = self.to_workers[at]
+            if not keep:
+                del self.to_workers[at]
+            if name in self.workers and self.workers[name].incarnation == incarnation:
+                self.workers[name].take(command)
+
+    @rule(name=st.sampled_from(RANKS + ROUTERS))
+    def says_hello_again(self, name: str) -> None:
+        self.say_hello(name)
+
+    # ---------------------------------------------------------------- members at work
+
+    @rule(
+        name=st.sampled_from(RANKS),
+        loads=st.integers(0, 6),
+        fate=st.sampled_from(["well", "well", "well", "well", "fault", "refusal"]),
+    )
+    def worker_works(self, name: str, loads: int, fate: str) -> None:
+        worker = self.workers.get(name)
+        if worker is not None and worker.command is not None:
+            self.work(name, loads, fate)
+
+    def work(self, name: str, loads: int, fate: str) -> None:
+        worker = self.workers[name]
+        command = worker.command
+        assert command is not None
+        who = {"id": name, "incarnation": worker.incarnation}
+        lacking = worker.lacking()
+        if fate != "well" and lacking:
+            self.undisturbed = False
+        if fate == "refusal" and lacking:
+            worker.refused = True
+            done = SlotsReady(
+                **who, command=command.command, epoch=command.epoch, error="out of memory"
+            )
+            self.post(("done", name, worker.incarnation, done))
             return
-        rank, command = data.draw(st.sampled_from(self.sent))
-        if not error:
-            self.held.add((rank, command.slots))
-        self.state.acknowledged(rank, command.command, error, self.now)
-        self.carry_out()
+        for layer, slot, expert in lacking[:loads]:
+            if fate == "fault":
+                worker.failed[layer, slot] = expert
+                fate = "well"
+            else:
+                worker.slots[layer][slot] = expert
+        if not worker.lacking():
+            worker.ready = True
+            faults = tuple(
+                SlotFault(LAYERS[layer], slot, expert, "checksum")
+                for (layer, slot), expert in worker.failed.items()
+            )
+            done = SlotsReady(
+                **who,
+                command=command.command,
+                epoch=command.epoch,
+                faults=faults,
+                loaded=len(lacking),
+            )
+            self.post(("done", name, worker.incarnation, done))
+            self.post(("ready", name, worker.incarnation, None))
 
-    @rule(seconds=st.sampled_from([0.5, 2.0, 11.0, 31.0]))
+    @rule(name=st.sampled_from(RANKS + ROUTERS))
+    def view_arrives(self, name: str) -> None:
+        self.give_view(name)
+
+    def give_view(self, name: str) -> None:
+        worker, router = self.workers.get(name), self.routers.get(name)
+        if self.broadcast is None:
+            return
+        if worker is not None:
+            worker.known = self.broadcast
+        elif router is not None:
+            router.placement = self.broadcast
+            self.post(("epoch", name, router.incarnation, router.epoch))
+
+    @rule(seconds=st.sampled_from([0.5, 0.5, 2.0, 6.0, 31.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.carry_out()
 
-    @rule(tell=st.booleans())
-    def planner_restarts(self, *, tell: bool) -> None:
-        known = self.state.committed
-        self.state = self.start()
-        for rank in self.present:
-            self.state.joined(rank, 0, self.now)
-        if tell and known is not None:
-            self.state.learned(known)
+    @precondition(lambda self: self.planner.committed is not None)
+    @rule(data=st.data())
+    def somebody_asks_for_a_target(self, data: st.DataObject) -> None:
+        ranks, slots = self.planner.serving_slots()
+        assume(ranks)
+        rows = []
+        for _ in LAYERS:
+            order = data.draw(st.permutations(range(EXPERTS)))
+            total = sum(slots)
+            extra = [
+                data.draw(st.integers(-1, EXPERTS - 1)) for _ in range(max(0, total - EXPERTS))
+            ]
+            rows.append(tuple(data.draw(st.permutations([*order, *extra]))))
+        target = Target(ranks, slots, tuple(rows), "rebalance")
+        try:
+            self.planner.move_to(target)
+        except PlanError:
+            pass
+        else:
+            self.asked = target
         self.carry_out()
 
+    @rule()
+    def somebody_stops_it(self) -> None:
+        self.planner.abandon()
+        self.asked = None
+        self.carry_out()
+
+    @rule(rounds=st.integers(1, 8))
+    def nothing_happens_for_a_while(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.all_goes_well()
+
+    def all_goes_well(self) -> None:
+        while self.to_planner:
+            self.hear(self.to_planner.pop(0))
+        for name, incarnation, command in self.to_workers:
+            if name in self.workers and self.workers[name].incarnation == incarnation:
+                self.workers[name].take(command)
+        self.to_workers.clear()
+        for name, worker in self.workers.items():
+            if worker.command is not None:
+                worker.failed.clear()
+                self.work(name, 100, "well")
+        for name in [*self.routers, *self.workers]:
+            self.give_view(name)
+        self.now += 0.5
+        self.carry_out()
+
+    # ---------------------------------------------------------------- what must always hold
+
     @invariant()
-    def nothing_is_committed_before_a_rank_held_it(self) -> None:
-        placement = self.state.committed
-        if placement is None:
+    def routers_find_what_they_were_promised(self) -> None:
+        """Until something fails, no router ever names a slot that lacks the expert, whichever
+        placement it uses and whatever messages are late, lost or repeated.
+        """
+        if not self.undisturbed:
             return
-        for rank in placement.ranks:
-            assert (rank, local_slots(placement, rank)) in self.held
+        for router in self.routers.values():
+            if router.placement is not None:
+                assert not unserved(router.placement, self.workers.keys())
+                for rank in router.placement.ranks:
+                    self.holds(rank, local_slots(router.placement, rank))
+
+    @invariant()
+    def nothing_is_believed_that_is_not_true(self) -> None:
+        """What the planner thinks a worker holds, it holds; so whatever stands of the committed
+        placement at a worker that has answered is there.
+        """
+        held = self.planner._held
+        for rank, state in held.ranks.items():
+            self.holds(rank, state.sure)
+            if state.answered:
+                self.holds(rank, held.kept().get(rank, ((), ())))
+
+    def holds(self, rank: str, slots: tuple[tuple[int, ...], ...]) -> None:
+        held = self.workers[rank].slots
+        for layer, row in enumerate(slots):
+            for slot, expert in enumerate(row):
+                assert expert == EMPTY or held[layer][slot : slot + 1] == [expert], (
+                    rank,
+                    layer,
+                    slot,
+                )
+
+    def teardown(self) -> None:
+        """Once nothing fails any more, everything comes to rest where it was to go."""
+        until, still = self.now + CALM_S, 0
+        while self.now < until:
+            for name in [*self.workers, *self.routers]:
+                self.say_hello(name)
+            self.all_goes_well()
+            still = still + 1 if self.planner.idle() or self.planner.problem else 0
+            if still > (4 if self.planner.idle() else 30):
+                break
+        self.check_rest()
+        self.routers_find_what_they_were_promised()
+
+    def check_rest(self) -> None:
+        placement, planner = self.planner.committed, self.planner
+        staying = {name: w for name, w in self.workers.items() if not w.draining}
+        if placement is None or not self.workers or planner.problem:
+            able = staying if placement is None else self.workers
+            room = sum(min(EXPERTS, worker.offered or EXPERTS) for worker in able.values())
+            assert room < EXPERTS, (planner.problem, planner.phase)
+            assert planner.problem
+            return
+        assert planner.idle(), (planner.phase, planner.alarms)
+        assert self.asked is None
+        assert not unserved(placement, self.workers.keys())
+        for name, worker in self.workers.items():
+            slots = local_slots(placement, name) if name in placement.ranks else ((), ())
+            assert worker.slots == [list(row) for row in slots]
+        if not planner.alarms:
+            assert set(placement.ranks) <= staying.keys()
+            assert staying.keys() <= set(placement.ranks) | self.left_out
 
 
-RolloutMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+RolloutMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestRollout = RolloutMachine.TestCase

@@ -44,7 +44,8 @@ class Mesh:
         command += ["--experts", str(experts), "--routers", str(routers)]
         if model is not None:
             command += ["--model", str(model)]
-        for key, value in ({"mesh__run_dir": self.run_dir} | settings).items():
+        places = {"mesh__run_dir": self.run_dir, "mesh__state_dir": Path(self._home.name) / "state"}
+        for key, value in (places | settings).items():
             command += ["--set", f"{key.replace('__', '.', 1)}={value}"]
         self.command = command
         self.log = Path(self._home.name) / "launcher.log"
@@ -107,10 +108,12 @@ class Mesh:
         except urllib.error.HTTPError as refused:
             return refused.code, json.loads(refused.read())
 
-    def run(self, *arguments: str) -> str:
+    def run(self, *arguments: str, timeout_s: float = 60.0) -> str:
         """What ``moemesh ARGUMENTS`` prints about this mesh."""
         command = [MOEMESH, *arguments, "--set", f"mesh.run_dir={self.run_dir}"]
-        done = subprocess.run(command, check=False, capture_output=True, timeout=60, text=True)
+        done = subprocess.run(
+            command, check=False, capture_output=True, timeout=timeout_s, text=True
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -5,10 +5,16 @@ import msgspec
 
 import compose
 from compose.commands.config import as_toml
+from compose.settings_file import reference
 from mesh.config import knobs, load
 from mesh.settings import Settings
 
 EXAMPLE = Path(compose.__file__).parent / "moemesh.toml"
+
+
+def test_the_example_says_of_every_knob_what_the_settings_do():
+    # Made by: moemesh config --reference > compose/moemesh.toml
+    assert EXAMPLE.read_text() == reference()
 
 
 def test_the_example_names_every_knob_at_its_default():

@@ -6,6 +6,8 @@ from ep_kernels.packed import (
     has_fp16_kernel,
     has_onednn_kernel,
     is_lossless_fp16,
+    keep,
+    pack,
     pack_linear,
     serial_rows,
 )
@@ -91,6 +93,23 @@ def test_packed_weights_do_not_share_the_callers_memory():
             before = packed(x)
             weight.zero_()
             assert torch.equal(packed(x), before)
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp32", "fp16"])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("shape", [SMALL, LARGE, (37, 100)])
+def test_unpacking_gives_back_every_bit_that_was_kept(kind, exact, shape):
+    weight = bf16(shape) if kind == "auto" else torch.randn(shape)
+    weight[0, :4] = torch.tensor([0.0, -0.0, 2.0**-24, -(2.0**-20)])  # also below fp16's normals
+    kept = keep(weight, kind, exact=exact)
+    values = kept.values.clone()
+    packed = pack(kept)
+    back = packed.matrix()
+    assert back.storage is kept.storage is packed.storage
+    bits = torch.int16 if back.values.dtype is torch.float16 else torch.int32
+    assert torch.equal(back.values.view(bits), values.view(bits))
+    x = torch.randn(5, shape[1])
+    assert torch.equal(pack(back)(x), packed(x))
 
 
 def test_wrong_weights_are_refused():

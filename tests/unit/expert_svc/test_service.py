@@ -1,71 +1,249 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 import structlog
 import torch
-from ep_kernels.grouped_ffn import ExpertBank
+import uvloop
 from prometheus_client import CollectorRegistry
 
 from expert_svc.service import ExpertWorker
-from expert_svc.slots import SlotTable
 from expert_svc.worker import Worker
 from mesh.config import Effective
 from mesh.links import Net
-from mesh.messages import AssignSlots, SlotsReady
-from mesh.service import Context
-from mesh.settings import Settings
+from mesh.messages import AssignSlots, Record, SlotsReady
+from mesh.service import CannotServe, Context
+from mesh.settings import ExpertSettings, Settings
+from moe_model.errors import NotFinite
+from tests.support.experts import LAYERS, Reads, new_table
 
-COMMAND = AssignSlots(command=7, epoch=3, moe_layers=(0,), slots=((0,),))
+COMMAND = AssignSlots(command=7, epoch=3, moe_layers=LAYERS, slots=((0, 1), (2,)))
+DEADLINE_S = 30.0
 
 
-def carry_out(tmp_path: Path, read: object) -> list[SlotsReady]:
-    """What the worker answers to ``COMMAND`` when ``read`` reads its experts."""
+class Scene:
+    """A worker without lanes or planner: commands go in, and what it would say comes out."""
 
-    async def main() -> list[SlotsReady]:
-        net = Net()
-        ctx = Context(
+    def __init__(self, net: Net, home: Path, read: Any) -> None:
+        settings = Settings(expert=ExpertSettings(speed=0.5))
+        self.read = read
+        self.table = new_table(read)
+        self.ctx = Context(
             role="expert",
             id="expert-0",
             incarnation=1,
-            settings=Settings(),
-            effective=Effective(Settings(), {}),
-            run_dir=tmp_path,
+            settings=settings,
+            effective=Effective(settings, {}),
+            run_dir=home,
             net=net,
             registry=CollectorRegistry(),
             log=structlog.get_logger(),
         )
-        table = SlotTable((0,), 2, lambda slots: ExpertBank(slots, 4, 4), read)
-        worker = ExpertWorker(ctx, table, Worker(SimpleNamespace(), table), lanes="", digest="d")
-        answers: list[SlotsReady] = []
-        worker._member.send = answers.append
-        worker._assign(COMMAND)
-        with ThreadPoolExecutor(1) as pool:
-            try:
-                await worker._carry_out(COMMAND, pool)
-            finally:
-                net.close()
-        return answers
+        self.computing = Worker(SimpleNamespace(), self.table)
+        self.worker = ExpertWorker(
+            self.ctx, self.table, self.computing, lanes="l", bundles="ipc://b", digest="d"
+        )
+        self.answers: asyncio.Queue[SlotsReady] = asyncio.Queue()
+        self.worker._member.send = self.answers.put_nowait
+        self.states: list[tuple[str, str, float]] = []
+        set_state = self.worker._member.set_state
 
-    return asyncio.run(main())
+        def noted(state: Any, *, detail: str = "", progress: float = 1.0) -> None:
+            self.states.append((state, detail, progress))
+            set_state(state, detail=detail, progress=progress)
+
+        self.worker._member.set_state = noted
+
+    async def do(self, command: AssignSlots) -> SlotsReady:
+        self.worker._assign(command)
+        return await self.answers.get()
 
 
-def test_a_worker_without_memory_says_so_to_the_planner(tmp_path: Path) -> None:
-    def too_large(layer: int, expert: int) -> tuple[torch.Tensor, ...]:
+def run(tmp_path: Path, read: Any, main: Callable[[Scene], Awaitable[None]]) -> None:
+    """``main`` beside the actor that carries assignments out; raises what that one raises."""
+
+    async def bounded() -> None:
+        net = Net()
+        try:
+            scene = Scene(net, tmp_path, read)
+            async with asyncio.timeout(DEADLINE_S):
+                loading = asyncio.ensure_future(scene.worker.load())
+                testing = asyncio.ensure_future(main(scene))
+                await asyncio.wait([loading, testing], return_when=asyncio.FIRST_COMPLETED)
+                if not loading.done():
+                    loading.cancel()
+                    await asyncio.wait([loading])
+                    return testing.result()
+                testing.cancel()
+                return loading.result()
+        finally:
+            net.close()
+
+    uvloop.run(bounded())
+
+
+def test_a_worker_without_memory_says_so_to_the_planner_and_is_not_ready(tmp_path: Path) -> None:
+    def too_large(layer: int, index: int) -> tuple[torch.Tensor, ...]:
         return (torch.empty(1 << 60),) * 3
 
-    (answer,) = carry_out(tmp_path, too_large)
-    assert answer.command == 7
-    assert "can't allocate memory" in answer.error
+    async def main(scene: Scene) -> None:
+        answer = await scene.do(COMMAND)
+        assert (answer.command, answer.error, answer.loaded) == (7, "", 0)
+        assert [(fault.layer, fault.slot, fault.expert) for fault in answer.faults] == [
+            (1, 0, 0), (1, 1, 1), (3, 0, 2),
+        ]  # fmt: skip
+        assert "can't allocate memory" in answer.faults[0].reason
+        state, detail, _ = scene.states[-1]
+        assert state == "loading"
+        assert "3 slots are empty: expert 0 of layer 1: " in detail
+
+    run(tmp_path, too_large, main)
 
 
 def test_a_bug_while_loading_ends_the_worker(tmp_path: Path) -> None:
-    def faulty(layer: int, expert: int) -> tuple[torch.Tensor, ...]:
-        raise RuntimeError("shapes differ")
+    read = Reads()
+    read.broken[1, 1] = RuntimeError("shapes differ")
+
+    async def main(scene: Scene) -> None:
+        await scene.do(COMMAND)
 
     with pytest.raises(RuntimeError, match="shapes differ"):
-        carry_out(tmp_path, faulty)
+        run(tmp_path, read, main)
+
+
+def test_a_checkpoint_that_cannot_be_read_ends_a_worker_that_has_never_served(
+    tmp_path: Path,
+) -> None:
+    read = Reads()
+    read.broken[1, 1] = NotFinite(Path("f"), "experts.1.up")
+    answers: list[SlotsReady] = []
+
+    async def main(scene: Scene) -> None:
+        scene.worker._member.send = answers.append
+        scene.worker._assign(COMMAND)
+        await asyncio.Event().wait()
+
+    with pytest.raises(CannotServe, match=r"experts\.1\.up holds NaN"):
+        run(tmp_path, read, main)
+    assert [(answer.command, answer.error) for answer in answers] == [
+        (7, "f: tensor experts.1.up holds NaN or infinite values")
+    ]
+
+
+def test_a_worker_that_serves_stays_ready_whatever_becomes_of_what_it_loads(tmp_path: Path) -> None:
+    read = Reads()
+
+    async def main(scene: Scene) -> None:
+        assert (await scene.do(COMMAND)).loaded == 3
+        assert {state for state, *_ in scene.states} == {"loading", "ready"}
+        scene.states.clear()
+        read.broken[3, 5] = NotFinite(Path("f"), "experts.5.up")
+        more = msgspec.structs.replace(COMMAND, command=8, epoch=4, slots=((0, 1, 4), (2, 5)))
+        answer = await scene.do(more)
+        assert (answer.command, answer.epoch, answer.error) == (8, 4, "")
+        assert (answer.loaded, answer.from_peers, answer.loaded_bytes) == (1, 0, 1536)
+        assert answer.seconds > 0
+        assert [(fault.layer, fault.slot, fault.expert) for fault in answer.faults] == [(3, 1, 5)]
+        assert scene.table.held() == ((0, 1, 4), (2, -1))
+        assert {state for state, *_ in scene.states} == {"ready"}
+        assert ("ready", "loading experts", 0.6) in scene.states
+        assert "1 slots are empty: expert 5 of layer 3: f: tensor" in scene.states[-1][1]
+        assert scene.worker._load().epoch == 4
+
+        read.broken.clear()
+        answer = await scene.do(more)
+        assert (answer.command, answer.loaded, answer.faults) == (8, 1, ())
+        assert scene.states[-1] == ("ready", "", 1.0)
+
+    run(tmp_path, read, main)
+
+
+def test_an_acknowledgement_that_was_lost_is_said_again_without_any_loading(tmp_path: Path) -> None:
+    async def main(scene: Scene) -> None:
+        first = await scene.do(COMMAND)
+        scene.read.read.clear()
+        assert await scene.do(COMMAND) == first
+        other = msgspec.structs.replace(COMMAND, command=8, slots=((0,), ()))
+        assert (await scene.do(other)).loaded == 0
+        again = await scene.do(COMMAND)
+        assert (again.command, again.loaded) == (7, 2), "an old command given anew is carried out"
+        assert scene.table.held() == ((0, 1), (2,))
+
+    run(tmp_path, Reads(), main)
+
+
+def test_what_the_worker_does_not_have_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
+    async def main(scene: Scene) -> None:
+        await scene.do(COMMAND)
+        wrong = msgspec.structs.replace(COMMAND, command=8, slots=((0,), (99,)))
+        answer = await scene.do(wrong)
+        assert "experts [99] in layer 3" in answer.error
+        assert scene.table.held() == ((0, 1), (2,))
+        assert scene.states[-1][0] == "ready"
+
+    run(tmp_path, Reads(), main)
+
+
+def test_a_newer_assignment_takes_the_place_of_one_under_way(tmp_path: Path) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+
+    class Slow(Reads):
+        def __call__(self, layer: int, index: int) -> tuple[torch.Tensor, ...]:
+            reading.set()
+            assert go_on.wait(DEADLINE_S)
+            return super().__call__(layer, index)
+
+    async def main(scene: Scene) -> None:
+        scene.worker._assign(COMMAND)
+        await asyncio.to_thread(reading.wait, DEADLINE_S)
+        newer = msgspec.structs.replace(COMMAND, command=8, slots=((3,), ()))
+        scene.worker._assign(newer)
+        go_on.set()
+        assert (await scene.answers.get()).command == 8
+        assert scene.table.held() == ((3,), ())
+        assert scene.read.read == [(1, 0), (1, 3)]
+        assert scene.answers.empty()
+
+    run(tmp_path, Slow(), main)
+
+
+def test_an_expert_gone_bad_in_memory_is_loaded_anew(tmp_path: Path) -> None:
+    async def main(scene: Scene) -> None:
+        await scene.do(COMMAND)
+        bad = scene.table.find(1, 1, 1)
+        assert bad is not None
+        await asyncio.to_thread(scene.worker.heal, 1, 1, bad)
+        assert (await scene.answers.get()).loaded == 1
+        assert scene.table.held() == ((0, 1), (2,))
+        assert scene.table.find(1, 1, 1) is not bad
+
+    run(tmp_path, Reads(), main)
+
+
+def test_a_worker_that_is_given_nothing_is_ready(tmp_path: Path) -> None:
+    async def main(scene: Scene) -> None:
+        nothing = AssignSlots(command=1, epoch=1, moe_layers=LAYERS, slots=((-1,), ()))
+        assert (await scene.do(nothing)).error == ""
+        assert scene.states[-1] == ("ready", "", 1.0)
+
+    run(tmp_path, Reads(), main)
+
+
+def test_what_it_says_of_itself(tmp_path: Path) -> None:
+    async def main(scene: Scene) -> None:
+        hello = scene.worker._hello()
+        assert (hello.lanes, hello.bundles, hello.speed) == ("l", "ipc://b", 0.5)
+        scene.computing.tally.pairs, scene.computing.tally.ffn_ns = 5, 9
+        load = scene.worker._load()
+        assert (load.pairs, load.ffn_ns) == (5, 9)
+        scene.worker._assign(Record(command=1, action="start"))
+        assert scene.answers.empty()
+
+    run(tmp_path, Reads(), main)

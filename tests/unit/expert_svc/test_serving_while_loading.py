@@ -2,99 +2,165 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import random
 import threading
 import time
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import structlog
 import torch
-from ep_kernels.grouped_ffn import ExpertBank, reference_sum
+import uvloop
+from ep_kernels.grouped_ffn import reference_sum
 from ep_kernels.plane import AnswerStatus, LaneShape, Part
 from ep_kernels.shm.expert import ShmExpertPlane
 from ep_kernels.shm.router import ShmRouterPlane
 
+from expert_svc.bundles import BundleClient, BundleServer
+from expert_svc.loading import SupersededError
 from expert_svc.slots import SlotTable
 from expert_svc.worker import Worker
+from mesh.links import Net
+from tests.support.experts import EXPERTS, HIDDEN, LAYERS, Reads, apply, expert, new_table, source
 
-HIDDEN, INTER, EXPERTS, SLOTS, LAYER = 16, 8, 6, 4, 2
-WEIGHTS = [
-    (
-        torch.randn(INTER, HIDDEN, generator=torch.Generator().manual_seed(3 * e)),
-        torch.randn(INTER, HIDDEN, generator=torch.Generator().manual_seed(3 * e + 1)),
-        torch.randn(HIDDEN, INTER, generator=torch.Generator().manual_seed(3 * e + 2)),
-    )
-    for e in range(EXPERTS)
-]
+SLOTS = 4
+MOVES = 150
+DEADLINE_S = 60.0
 
 
-def test_no_answer_is_wrong_while_slots_change_under_traffic(tmp_path: Path) -> None:
-    table = SlotTable(
-        (LAYER,),
-        EXPERTS,
-        lambda slots: ExpertBank(slots, HIDDEN, INTER),
-        lambda _layer, expert: WEIGHTS[expert],
-    )
-    path = str(tmp_path / "lanes")
-    expert = ShmExpertPlane("e", 1, path, HIDDEN, "d", max_lanes=2)
-    worker = Worker(expert, table)
+def test_no_answer_is_wrong_while_experts_move_between_two_workers_under_traffic(
+    tmp_path: Path,
+) -> None:
+    """Two workers take each other's experts, whatever the other one does meanwhile."""
+    done = threading.Event()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        loads = runner.run(_moves(tmp_path, done))
+    assert min(loads["peer"], loads["checkpoint"]) > 10, loads
+
+
+async def _moves(home: Path, done: threading.Event) -> Counter[str]:
+    seen: Counter[AnswerStatus] = Counter()
+    net = Net()
+    client = BundleClient(net)
+    tables = [new_table(Reads(), fetch=client.fetch) for _ in range(2)]
+    addresses = [f"ipc://{home}/{rank}.bundles" for rank in range(2)]
+    servers = [
+        BundleServer(net, address, table, on_corrupt=_never, log=structlog.get_logger())
+        for address, table in zip(addresses, tables, strict=True)
+    ]
+    tasks = [asyncio.ensure_future(server.run()) for server in servers]
+    plane = ShmExpertPlane("e", 1, str(home / "lanes"), HIDDEN, "d", max_lanes=2)
+    worker = Worker(plane, tables[0])
+    compute = asyncio.to_thread(worker.run)
+    try:
+        async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+            group.create_task(compute)
+            traffic = group.create_task(
+                asyncio.to_thread(_traffic, tables[0], str(home / "lanes"), seen, done)
+            )
+            movers = [
+                group.create_task(asyncio.to_thread(_move, rank, tables, addresses, seen, done))
+                for rank in range(2)
+            ]
+            await asyncio.wait(movers)
+            done.set()
+            await asyncio.wait([traffic])
+            worker.stop()
+        return sum((table.tally.loaded for table in tables), Counter())
+    finally:
+        done.set()
+        worker.stop()
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        plane.close()
+        net.close()
+
+
+def _never(*corrupt: object) -> None:
+    raise AssertionError(corrupt)
+
+
+def _move(
+    rank: int,
+    tables: list[SlotTable],
+    addresses: list[str],
+    seen: Counter[AnswerStatus],
+    done: threading.Event,
+) -> None:
+    """Random small moves, some sources wrong, some assignments superseded at once."""
+    choice = random.Random(rank)
+    ours, theirs = tables[rank], tables[1 - rank]
+    apply(ours, [0, 1, 2, 3], [2, 3, 4, 5])
+    for epoch in itertools.count():
+        enough = epoch >= MOVES and min(seen[status] for status in AnswerStatus) > 100
+        if enough or done.is_set():
+            return
+        rows = [list(row) for row in ours.held()]
+        row = choice.choice(rows)
+        for _ in range(choice.randint(1, 2)):
+            row[choice.randrange(len(row))] = choice.randrange(-1, EXPERTS)
+        if choice.random() < 0.2:
+            row[:] = row[:-1] if len(row) == SLOTS else [*row, -1]
+        sources = [
+            source(layer, slot, addresses[1 - rank], choice.choice([held.index(index)] * 3 + [0]))
+            for layer, row, held in zip(LAYERS, rows, theirs.held(), strict=True)
+            for slot, index in enumerate(row)
+            if index in held
+        ]
+        superseded = threading.Event()
+        if choice.random() < 0.1:
+            superseded.set()
+        with suppress(SupersededError):
+            applied = apply(ours, *rows, epoch=epoch, sources=sources, superseded=superseded)
+            assert applied.faults == ()
+            assert ours.held() == tuple(map(tuple, rows))
+
+
+def _traffic(
+    table: SlotTable, lanes: str, seen: Counter[AnswerStatus], done: threading.Event
+) -> None:
+    """Name what slots held a moment ago, or at random, and compare what is answered."""
     router = ShmRouterPlane(
         "r", 1, LaneShape(hidden=HIDDEN, top_k=2, capacity_tokens=4, ring_slots=2), "d"
     )
-    done = threading.Event()
-
-    def change_slots() -> None:
-        choice = random.Random(1)
-        while not done.is_set():
-            # Sometimes another number of slots: the whole bank is replaced.
-            experts = choice.sample(range(EXPERTS), SLOTS - choice.randrange(2))
-            table.apply(
-                (LAYER,),
-                (experts,),
-                1,
-                progress=lambda _share: None,
-                superseded=lambda: False,
-            )
-
-    threads = [threading.Thread(target=worker.run), threading.Thread(target=change_slots)]
-    for thread in threads:
-        thread.start()
     try:
-        router.connect("e", path, 1, timeout_s=10.0)
-        seen = dict.fromkeys(AnswerStatus, 0)
-        random_pairs = np.random.default_rng(0)
-        end = time.monotonic() + 30.0
-        while min(seen.values()) < 40:
-            assert time.monotonic() < end, seen
-            named = random_pairs.integers(0, EXPERTS, 2).astype(np.int32)
+        router.connect("e", lanes, 1, timeout_s=10.0)
+        pairs = np.random.default_rng(0)
+        while not done.is_set():
+            at = int(pairs.integers(2))
+            slots = pairs.integers(0, SLOTS, 2).astype(np.int32)
+            named = pairs.integers(0, EXPERTS, 2).astype(np.int32)
+            held = np.array([*table.held()[at], *[-1] * SLOTS], dtype=np.int32)
+            if pairs.random() < 0.7 and (held[slots] >= 0).all():
+                named = held[slots]
             part = Part(
                 step=1,
-                layer=LAYER,
+                layer=LAYERS[at],
                 epoch=1,
                 x=torch.randn(1, HIDDEN),
                 rows=torch.tensor([0]),
                 pair_token=np.zeros(2, np.int32),
-                pair_slot=random_pairs.integers(0, SLOTS, 2).astype(np.int32),
+                pair_slot=slots,
                 pair_expert=named,
                 pair_weight=np.ones(2, np.float32),
             )
             assert router.try_send("e", part) is not None
+            end = time.monotonic() + DEADLINE_S
             while not (answers := router.poll()):
                 assert time.monotonic() < end
                 router.wait(1.0)
             (answer,) = answers
             seen[answer.status] += 1
             if answer.status == AnswerStatus.OK:
-                held = [WEIGHTS[expert] for expert in named.tolist()]
-                want = reference_sum(
-                    part.x, part.pair_token, held, np.arange(2, dtype=np.int32), part.pair_weight
-                )
-                torch.testing.assert_close(answer.out, want, rtol=1e-4, atol=1e-4)
+                own = np.arange(2, dtype=np.int32)
+                right = [expert(part.layer, index) for index in named.tolist()]
+                want = reference_sum(part.x, part.pair_token, right, own, part.pair_weight)
+                assert torch.allclose(answer.out, want, rtol=1e-4, atol=1e-4)
             router.release(answer)
     finally:
-        done.set()
-        worker.stop()
-        for thread in threads:
-            thread.join(10)
         router.close()
-        expert.close()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections import deque
 
 import numpy as np
@@ -25,13 +26,7 @@ def slots() -> SlotTable:
     table = SlotTable(
         (1, 3), EXPERTS, lambda slots: ExpertBank(slots, HIDDEN, INTER, kind="fp32"), expert
     )
-    table.apply(
-        (1, 3),
-        (HELD[1], HELD[3]),
-        1,
-        progress=lambda _share: None,
-        superseded=lambda: False,
-    )
+    table.apply((1, 3), (HELD[1], HELD[3]), 1, superseded=threading.Event())
     return table
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -53,7 +55,7 @@ from mesh.messages import (
 )
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
-DEADLINE_S = 15.0
+DEADLINE_S = 60.0
 STORY = " The lighthouse keeper wrote a letter. He said: naïve café, 10 € and 😀! Then he slept."
 
 
@@ -231,6 +233,8 @@ class ScriptedPlanner:
     version: int = 1
     placement: Placement | None = None
     peers: set[bytes] = field(default_factory=set)
+    answers: dict[type, FromPlanner] = field(default_factory=dict)  # to an administrator
+    asked: list[ToPlanner] = field(default_factory=list)
 
     def open(self) -> None:
         self.broadcast = f"ipc://{self.run_dir}/broadcast.sock"
@@ -295,6 +299,9 @@ class ScriptedPlanner:
                         self.heartbeats.append(message)
                         if message.view_version < self.version:
                             self.link.send(peer, self.view())
+                    case _ if type(message) in self.answers:
+                        self.asked.append(message)
+                        self.link.send(peer, self.answers[type(message)])
 
 
 class Mesh:
@@ -314,6 +321,7 @@ class Mesh:
         self.call(self.planner.open)
         self.gateway: subprocess.Popen[str] | None = None
         self.url = ""
+        self.tls: ssl.SSLContext | None = None  # with what a client trusts the gateway
 
     def call(self, function: Callable[..., object], *args: object) -> None:
         """Run ``function`` on the mesh's event loop."""
@@ -350,8 +358,16 @@ class Mesh:
 
         self.call(gone)
 
-    def start_gateway(self, *, finish_s: float | None = None, **settings: object) -> None:
-        """``settings`` by key, ``__`` for the dot. ``finish_s`` as of ``gateway.service.serve``."""
+    def start_gateway(
+        self,
+        *,
+        finish_s: float | None = None,
+        environ: Mapping[str, str] | None = None,
+        **settings: object,
+    ) -> None:
+        """``settings`` by key, ``__`` for the dot. ``finish_s`` as of ``gateway.service.serve``.
+        ``environ``: variables besides those of the tests' own process.
+        """
         port = free_port()
         chosen = {
             "mesh.run_dir": self.run_dir,
@@ -364,9 +380,11 @@ class Mesh:
         } | {key.replace("__", "."): value for key, value in settings.items()}
         self.log_path = self.run_dir / "gateway.log"
         with self.log_path.open("w") as log:
-            self.gateway = _spawn("gateway-0", chosen, log, finish_s)
+            self.gateway = _spawn("gateway-0", chosen, log, finish_s, environ)
         host = chosen.get("gateway.host", "127.0.0.1")
-        self.url = f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"
+        scheme = "https" if "gateway.tls_cert" in chosen else "http"
+        where = f"[{host}]" if ":" in str(host) else host
+        self.url = f"{scheme}://{where}:{port}"
 
         def answers() -> bool:
             assert self.gateway is not None
@@ -375,10 +393,11 @@ class Mesh:
 
         wait_until(answers, "the gateway answers /health")
 
-    def spawn_gateway(self, port: int) -> subprocess.Popen[str]:
+    def spawn_gateway(self, port: int, **settings: object) -> subprocess.Popen[str]:
         """A gateway that is expected to end by itself; its log is its ``stderr``."""
-        settings = {"mesh.run_dir": self.run_dir, "model.path": MODEL, "gateway.port": port}
-        return _spawn("gateway-1", settings, subprocess.PIPE)
+        chosen = {"mesh.run_dir": self.run_dir, "model.path": MODEL, "gateway.port": port}
+        chosen |= {key.replace("__", "."): value for key, value in settings.items()}
+        return _spawn("gateway-1", chosen, subprocess.PIPE)
 
     def proc(self, name: str) -> str:
         """``/proc/PID/name`` of the gateway."""
@@ -395,21 +414,31 @@ class Mesh:
 
     def status(self, path: str) -> int:
         try:
-            with urllib.request.urlopen(self.url + path, timeout=DEADLINE_S) as response:
+            with urllib.request.urlopen(
+                self.url + path, timeout=DEADLINE_S, context=self.tls
+            ) as response:
                 return response.status
         except urllib.error.HTTPError as error:
             return error.code
         except OSError:
             return 0
 
+    def metric(self, name: str) -> float:
+        """A number of the gateway's metrics page."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=DEADLINE_S) as response:
+            page = response.read().decode()
+        found = re.search(rf"^moemesh_{name} (\S+)$", page, re.MULTILINE)
+        assert found is not None, name
+        return float(found[1])
+
     def logs(self) -> list[dict[str, object]]:
         """Whole lines; the gateway may be writing another."""
         written, _, _ = self.log_path.read_text().rpartition("\n")
         return [json.loads(line) for line in written.splitlines()]
 
-    def client(self) -> openai.OpenAI:
+    def client(self, key: str = "unused") -> openai.OpenAI:
         return openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=DEADLINE_S
+            base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=DEADLINE_S
         )
 
     def idle(self) -> bool:
@@ -454,7 +483,11 @@ run_service("gateway", partial(serve, finish_s={finish_s}))
 
 
 def _spawn(
-    id_: str, settings: Mapping[str, object], stderr: IO[str] | int, finish_s: float | None = None
+    id_: str,
+    settings: Mapping[str, object],
+    stderr: IO[str] | int,
+    finish_s: float | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
     flags = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     main = ["-m", "gateway"] if finish_s is None else ["-c", _MAIN.format(finish_s=finish_s)]
@@ -462,5 +495,6 @@ def _spawn(
         [sys.executable, *main, "--id", id_, *flags],
         stderr=stderr,
         text=True,
-        env={key: value for key, value in os.environ.items() if not key.startswith("MOEMESH_")},
+        env={key: value for key, value in os.environ.items() if not key.startswith("MOEMESH_")}
+        | dict(environ or {}),
     )

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from mesh.messages import Rejected
-from tests.unit.gateway.scripted_mesh import MODEL, STORY, Script, wait_until
+from tests.unit.gateway.scripted_mesh import DEADLINE_S, MODEL, STORY, Script, wait_until
 
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]
 CHAT = {"model": "tales", "messages": MESSAGES, "max_tokens": 200}
@@ -29,14 +29,14 @@ def post(mesh, path, body, headers=None):
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(mesh.url + path, data, headers or {})
     try:
-        with urllib.request.urlopen(request, timeout=15) as response:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
             return response.status, response.headers, json.loads(response.read())
     except urllib.error.HTTPError as error:
         return error.code, error.headers, json.loads(error.read())
 
 
 def get(mesh, path):
-    with urllib.request.urlopen(mesh.url + path, timeout=15) as response:
+    with urllib.request.urlopen(mesh.url + path, timeout=DEADLINE_S) as response:
         return response.headers, response.read()
 
 

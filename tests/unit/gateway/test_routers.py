@@ -37,7 +37,7 @@ def pong(id_, *, ready=True, reason="", running=0, incarnation=1):
 @pytest.fixture
 def routers():
     """Two connected routers that take work."""
-    table = Routers(PrefixTable())
+    table = Routers(PrefixTable(), max_running=64, slack=8)
     table.apply(view(1, member("r0"), member("r1")))
     for id_ in ("r0", "r1"):
         table.link_changed(id_, up=True, now=0.0)
@@ -134,7 +134,40 @@ def test_silence_is_noticed_once_and_ends_with_an_answer(routers):
     ],
 )
 def test_why_not_ready_says_what_is_missing(views, reason):
-    table = Routers(PrefixTable())
+    table = Routers(PrefixTable(), max_running=64, slack=8)
     for snapshot in views:
         table.apply(snapshot)
     assert table.why_not_ready() == reason
+
+
+def full(running, waiting, free):
+    load = Load(running=running, waiting=waiting, kv_blocks_total=100, kv_blocks_free=free)
+    return Pong(router="r0", incarnation=1, ready=True, reason="", load=load)
+
+
+def test_room_is_what_the_ready_routers_run_and_a_little_more(routers):
+    assert routers.room() == 2 * (64 + 8)
+    for _ in range(10):
+        routers.taken("r0", ())
+    assert routers.room() == 2 * 72 - 10
+    routers.pong("r1", pong("r1", ready=False, reason="loads"), 0.0)
+    assert routers.room() == 72 - 10
+
+
+def test_busy_gateways_share_a_router(routers):
+    two = [member(f"g{i}", role="gateway") for i in range(2)]
+    routers.apply(view(2, member("r0"), *two))
+    routers.pong("r0", pong("r0", running=10), 0.0)
+    assert routers.room() == 54 + 8
+    routers.pong("r0", pong("r0", running=60), 0.0)
+    assert routers.room() == 32 + 8
+
+
+def test_a_router_without_kv_blocks_runs_no_more_than_it_does(routers):
+    routers.apply(view(2, member("r0")))
+    routers.pong("r0", full(20, 30, 60), 0.0)
+    assert routers.room() == 64 + 8
+    routers.pong("r0", full(20, 30, 5), 0.0)
+    assert routers.room() == 20 + 8
+    routers.pong("r0", full(20, 0, 5), 0.0)
+    assert routers.room() == 28 + 8

@@ -3,9 +3,17 @@ import asyncio
 import pytest
 
 from gateway.affinity import PrefixTable
-from gateway.errors import ApiError, GenerationFailed, InvalidValue, Overloaded, Unavailable
+from gateway.errors import (
+    ApiError,
+    GenerationFailed,
+    InvalidValue,
+    Overloaded,
+    RateLimited,
+    Unavailable,
+)
 from gateway.routers import Routers
 from gateway.sequences import Mailbox, Sequence, SequenceTable
+from gateway.tenants import Limits, Tenant
 from mesh.messages import (
     Cancel,
     Delta,
@@ -20,12 +28,14 @@ from mesh.messages import (
     View,
 )
 
+TENANT = Tenant("t")
+
 
 class World:
     """A sequence table over routers that only record what they are sent."""
 
-    def __init__(self, *ids):
-        self.routers = Routers(PrefixTable())
+    def __init__(self, *ids, max_running=64):
+        self.routers = Routers(PrefixTable(), max_running=max_running, slack=1)
         self.sent = []
         self.deaf = set()
         self.table = SequenceTable(self.routers, self.send, router_wait_s=10.0)
@@ -58,15 +68,17 @@ class World:
             self.routers.link_changed(id_, up=True, now=0.0)
             self.answers(id_)
 
-    def open(self, now=0.0, **sampling):
+    def open(self, now=0.0, *, id_="s", tenant=TENANT, priority=0, **sampling):
         sequence = Sequence(
-            id_="s",
+            id_=id_,
             choice=0,
             prompt=(1, 2, 3),
             sampling=Sampling(**sampling),
             trace="t",
             mailbox=self.mailbox,
             deadline=600.0,
+            tenant=tenant,
+            priority=priority,
         )
         self.table.open(sequence, now)
         return sequence
@@ -79,6 +91,10 @@ class World:
         """``id_`` says that it is ready."""
         pong = Pong(router=id_, incarnation=1, ready=True, reason="", load=Load())
         return self.routers.pong(id_, pong, 0.0)
+
+    def answers_again(self, id_):
+        self.routers.link_changed(id_, up=True, now=100.0)
+        self.answers(id_)
 
     def tokens(self, *tokens, now=0.0, request=None, **fields):
         name = request or self.submits()[-1].request
@@ -118,10 +134,10 @@ def test_tokens_reach_their_sequence_and_the_end_forgets_it():
 def test_closing_cancels_on_the_router():
     world = World("r0")
     sequence = world.open()
-    world.table.close([sequence])
+    world.table.close([sequence], 0.0)
     name = world.submits()[0].request
     assert world.sent[-1] == ("r0", Cancel(requests=(name,)))
-    world.table.close([sequence])
+    world.table.close([sequence], 0.0)
     assert len(world.sent) == 2
 
 
@@ -129,7 +145,7 @@ def test_a_finished_sequence_is_not_cancelled():
     world = World("r0")
     sequence = world.open()
     world.tokens(5, finish="stop")
-    world.table.close([sequence])
+    world.table.close([sequence], 0.0)
     assert len(world.sent) == 1
 
 
@@ -326,3 +342,95 @@ def test_the_first_failure_counts():
             await mailbox.get()
 
     asyncio.run(main())
+
+
+# ---------------------------------------------------------------- taking turns
+
+
+def names(world):
+    return [submit.request.partition(".")[0] for submit in world.submits()]
+
+
+def finish_oldest(world, done):
+    world.tokens(5, finish="length", request=world.submits()[done].request)
+
+
+def test_routers_get_what_they_can_run_and_the_rest_waits():
+    world = World("r0", max_running=2)
+    for i in range(5):
+        world.open(id_=f"s{i}")
+    assert names(world) == ["s0", "s1", "s2"]
+    assert (len(world.table), world.table.waiting) == (5, 2)
+    finish_oldest(world, 0)
+    assert names(world)[3:] == ["s3"]
+
+
+def test_a_flood_delays_another_tenant_by_one_turn():
+    world = World("r0", max_running=2)
+    for i in range(30):
+        world.open(id_=f"flood{i}", tenant=Tenant("flood"))
+    world.open(id_="mine", tenant=Tenant("newcomer"))
+    for done in range(2):
+        finish_oldest(world, done)
+    assert "mine" in names(world)
+
+
+def test_priority_orders_a_tenants_own():
+    world = World("r0", max_running=1)
+    for i, priority in enumerate((0, 0, 5, 1, -1)):
+        world.open(id_=f"s{i}", priority=priority)
+    for done in range(3):
+        finish_oldest(world, done)
+    assert names(world) == ["s0", "s1", "s4", "s3", "s2"]
+
+
+def test_a_closed_sequence_loses_its_turn_and_makes_room():
+    world = World("r0", max_running=1)
+    first, *_ = [world.open(id_=f"s{i}") for i in range(3)]
+    waiting = world.open(id_="s3")
+    world.table.close([waiting], 0.0)
+    assert world.table.waiting == 1
+    world.table.close([first], 0.0)
+    assert names(world) == ["s0", "s1", "s2"]
+    assert world.table.waiting == 0
+
+
+def test_waiting_for_a_turn_is_no_waiting_for_a_router():
+    """However long the turn took, a mesh that is not ready for a moment refuses nobody."""
+    world = World("r0", max_running=1)
+    for i in range(3):
+        world.open(id_=f"s{i}")
+    world.table.place_waiting(100.0)
+    world.routers.link_changed("r0", up=False, now=100.0)
+    world.table.place_waiting(100.5)
+    assert world.received() == []
+    world.answers_again("r0")
+    finish_oldest(world, 0)
+    assert names(world)[2:] == ["s2"]
+
+
+def test_without_a_router_those_whose_turn_has_not_come_are_told():
+    world = World("r0", max_running=1)
+    for i in range(3):
+        world.open(id_=f"s{i}")
+    world.routers.link_changed("r0", up=False, now=100.0)
+    for now in (100.0, 109.0):
+        world.table.place_waiting(now)
+        assert world.received() == []
+    world.table.place_waiting(110.0)
+    (error,) = world.received()
+    assert isinstance(error, Unavailable)
+
+
+def test_tokens_are_charged_to_the_tenant_once():
+    tenant = Tenant("t", Limits(tokens_per_minute=5))
+    world = World("r0", "r1")
+    world.open(tenant=tenant)  # a prompt of 3
+    tenant.check(1, 0.0)
+    world.tokens(7)
+    world.routers.link_changed("r0", up=False, now=0.0)
+    world.table.on_router_lost("r0", 0.0)
+    tenant.check(1, 0.0)  # being run again is not the tenant's doing
+    world.tokens(8)
+    with pytest.raises(RateLimited):
+        tenant.check(1, 0.0)

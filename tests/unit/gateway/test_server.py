@@ -9,8 +9,8 @@ from starlette.requests import Request
 from uvicorn.server import ServerState
 
 from gateway.api import http
-from gateway.api.http import error_response, read_body
-from gateway.errors import ApiError
+from gateway.api.http import BodyBudget, HeldBody, error_response, read_body
+from gateway.errors import ApiError, Overloaded
 from gateway.server import Connection, Server
 
 DEADLINE_S = 15
@@ -36,7 +36,7 @@ def run(app, client, connection=Impatient):
     async def main():
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.setblocking(False)
-            server = Server(app, grace_s=1, connection=connection)
+            server = Server(app, grace_s=1, max_connections=8, connection=connection)
             async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
                 tasks.create_task(server.serve(sockets=[listener]))
                 try:
@@ -70,6 +70,7 @@ def test_a_client_that_stops_reading_is_dropped():
 
 
 async def read_the_body(scope, receive, send):
+    scope["state"]["held"] = HeldBody(BodyBudget(1000))
     try:
         await read_body(Request(scope, receive), 100)
     except ApiError as error:
@@ -115,6 +116,21 @@ def test_a_body_that_is_cut_off_closes_the_connection():
     head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     status, error = split(answers(read_the_body, head + chunk, Impatient))
     assert (status, error["code"]) == (413, "body_too_large")
+
+
+def test_bodies_are_read_within_what_all_may_hold():
+    budget = BodyBudget(100)
+    held = [HeldBody(budget), HeldBody(budget)]
+    held[0].take(60)
+    held[1].take(40)
+    for one in held:
+        with pytest.raises(Overloaded):
+            one.take(1)
+    held[0].release()
+    held[0].release()
+    held[1].take(60)
+    with pytest.raises(Overloaded):
+        held[0].take(1)
 
 
 @pytest.mark.parametrize("sent", [b"GET / HT", b"GET / HTTP/1.1\r\nHost"])
@@ -196,7 +212,9 @@ class Timers:
 @pytest.fixture
 def connection():
     """A connection over ``Transport``, its request read, whose buffer has just filled."""
-    found = Connection(Server(None, grace_s=1).config, ServerState(), {}, _loop=Timers())
+    found = Connection(
+        Server(None, grace_s=1, max_connections=8).config, ServerState(), {}, _loop=Timers()
+    )
     found.connection_made(Transport())
     found.loop.due.clear()
     found.pause_writing()

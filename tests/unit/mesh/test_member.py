@@ -8,7 +8,7 @@ import pytest
 import structlog
 
 from mesh.links import Net, Publisher, ServerLink
-from mesh.member import Member, RefusedByPlanner, request_status
+from mesh.member import Command, Member, RefusedByPlanner, request_status
 from mesh.messages import (
     AssignSlots,
     FromPlanner,
@@ -19,6 +19,7 @@ from mesh.messages import (
     Hello,
     Load,
     Placement,
+    Record,
     Refused,
     SlotsReady,
     Status,
@@ -38,7 +39,7 @@ class Scene:
         self.net = net
         self.address = address
         self.views: asyncio.Queue[View] = asyncio.Queue()
-        self.commands: asyncio.Queue[AssignSlots] = asyncio.Queue()
+        self.commands: asyncio.Queue[Command] = asyncio.Queue()
         self.load = Load()
         self.heartbeat_ms = 20
         self.member = Member(
@@ -121,6 +122,19 @@ def test_a_member_says_hello_then_beats_and_asks_for_the_view(play) -> None:
     play(script)
 
 
+def test_what_is_to_be_reported_now_does_not_wait_for_the_next_beat(play) -> None:
+    async def script(scene: Scene) -> None:
+        scene.heartbeat_ms = 3_600_000
+        await scene.welcome()
+        await scene.hear(Heartbeat)
+        scene.load = Load(epoch=7)
+        scene.member.report_now()
+        while (await scene.hear(Heartbeat)).load.epoch != 7:
+            pass
+
+    play(script)
+
+
 def test_a_hello_brings_the_newest_placement_that_the_member_knows(play) -> None:
     placement = Placement(
         epoch=4,
@@ -191,8 +205,10 @@ def test_commands_are_handed_on_and_answers_sent(play) -> None:
         await scene.hear(Heartbeat)
         scene.say(command)
         scene.say(command)
+        scene.say(Record(command=2, action="start"))
         assert await scene.commands.get() == command
         assert await scene.commands.get() == command
+        assert await scene.commands.get() == Record(command=2, action="start")
         assert scene.member.send(ready)
         assert await scene.hear(SlotsReady) == ready
 

@@ -45,7 +45,7 @@ GOLDEN: dict[str, tuple[object, bytes]] = {
             placement=PLACEMENT,
         ),
         (
-            b"\x8a\xa4type\xa5Hello\xa2id\xa8expert-0\xa4role\xa6expert\xabinc"
+            b"\xde\x00\x0a\xa4type\xa5Hello\xa2id\xa8expert-0\xa4role\xa6expert\xabinc"
             b"arnation\x05\xa3pid*\xa4host\xa1h\xacmodel_digest\xa2d1\xa5la"
             b"nes\xb3/run/expert-0.lanes\xa9num_slots\x03\xa9place"
             b"ment\x86\xa5epoch\x03\xaamoe_layers\x92\x01\x02\xabnum_experts\x03\xa5"
@@ -243,17 +243,159 @@ GOLDEN: dict[str, tuple[object, bytes]] = {
             b"poch\x03"
         ),
     ),
+    "Recorded": (
+        m.Recorded(
+            id="router-0",
+            incarnation=5,
+            command=4,
+            recording=True,
+            steps=9,
+            path="/r/1.safetensors",
+        ),
+        (
+            b"\x87\xa4type\xa8Recorded\xa2id\xa8router-0\xabincarnation\x05"
+            b"\xa7command\x04\xa9recording\xc3\xa5steps\t\xa4path\xb0/r/1.sa"
+            b"fetensors"
+        ),
+    ),
+    "GetLoad": (
+        m.GetLoad(),
+        (b"\x81\xa4type\xa7GetLoad"),
+    ),
+    "GetPlan": (
+        m.GetPlan(),
+        (b"\x81\xa4type\xa7GetPlan"),
+    ),
+    "Rebalance": (
+        m.Rebalance(force=True),
+        (b"\x82\xa4type\xa9Rebalance\xa5force\xc3"),
+    ),
+    "SetMode": (
+        m.SetMode(mode="advise"),
+        (b"\x82\xa4type\xa7SetMode\xa4mode\xa6advise"),
+    ),
+    "Pin": (
+        m.Pin(layer=1, expert=2, ranks=("expert-0",)),
+        (b"\x84\xa4type\xa3Pin\xa5layer\x01\xa6expert\x02\xa5ranks\x91\xa8expert-0"),
+    ),
+    "Propose": (
+        m.Propose(
+            ranks=("expert-0", "expert-1"),
+            slots_per_rank=(2, 1),
+            physical_to_logical=((0, 1, 2), (2, 1, 0)),
+        ),
+        (
+            b"\x84\xa4type\xa7Propose\xa5ranks\x92\xa8expert-0\xa8expert-1\xae"
+            b"slots_per_rank\x92\x02\x01\xb3physical_to_logical\x92\x93\x00"
+            b"\x01\x02\x93\x02\x01\x00"
+        ),
+    ),
+    "RecordLoad": (
+        m.RecordLoad(action="dump"),
+        (b"\x82\xa4type\xaaRecordLoad\xa6action\xa4dump"),
+    ),
+    "Drain": (
+        m.Drain(member="expert-1", undo=True),
+        (b"\x83\xa4type\xa5Drain\xa6member\xa8expert-1\xa4undo\xc3"),
+    ),
+    "Record": (
+        m.Record(command=4, action="start"),
+        (b"\x83\xa4type\xa6Record\xa7command\x04\xa6action\xa5start"),
+    ),
+    "LoadDetail": (
+        m.LoadDetail(
+            window_s=60.0,
+            moe_layers=(1,),
+            ranks=("expert-0",),
+            prefill=((1, 2),),
+            decode=((3, 4),),
+            rank_tokens=((10,),),
+            balancedness=(1.0,),
+            overall=1.0,
+        ),
+        (
+            b"\x89\xa4type\xaaLoadDetail\xa8window_s\xcb@N\x00\x00\x00\x00\x00\x00\xaamoe_"
+            b"layers\x91\x01\xa5ranks\x91\xa8expert-0\xa7prefill\x91\x92\x01\x02\xa6dec"
+            b"ode\x91\x92\x03\x04\xabrank_tokens\x91\x91\n\xacbalancedness\x91\xcb?\xf0\x00"
+            b"\x00\x00\x00\x00\x00\xa7overall\xcb?\xf0\x00\x00\x00\x00\x00\x00"
+        ),
+    ),
+    "PlanDetail": (
+        m.PlanDetail(
+            mode="auto",
+            policy="mesh",
+            epoch=3,
+            planned_at=1.5,
+            moves=2,
+            gain_s=0.5,
+            cost_s=0.25,
+            verdict="moving",
+            reason="r",
+            proposed=PLACEMENT,
+            phase="loading",
+            moved=1,
+            to_move=2,
+            faults=("f",),
+            pins=(m.PinDetail(layer=1, expert=2, ranks=("expert-0",)),),
+        ),
+        (
+            b"\xde\x00\x10\xa4type\xaaPlanDetail\xa4mode\xa4auto\xa6policy\xa4mes"
+            b"h\xa5epoch\x03\xaaplanned_at\xcb?\xf8\x00\x00\x00\x00\x00\x00\xa5moves\x02\xa6gain"
+            b"_s\xcb?\xe0\x00\x00\x00\x00\x00\x00\xa6cost_s\xcb?\xd0\x00\x00\x00\x00\x00\x00\xa7verdict\xa6movi"
+            b"ng\xa6reason\xa1r\xa8proposed\x86\xa5epoch\x03\xaamoe_layers\x92"
+            b"\x01\x02\xabnum_experts\x03\xa5ranks\x92\xa8expert-0\xa8expert-1"
+            b"\xaeslots_per_rank\x92\x02\x01\xb3physical_to_logical\x92\x93"
+            b"\x00\x01\x02\x93\x02\xff\x00\xa5phase\xa7loading\xa5moved\x01\xa7to_move\x02\xa6fa"
+            b"ults\x91\xa1f\xa4pins\x91\x83\xa5layer\x01\xa6expert\x02\xa5ranks\x91\xa8exp"
+            b"ert-0"
+        ),
+    ),
+    "RecordDetail": (
+        m.RecordDetail(routers=(m.RecordedAt(router="router-0", recording=True, steps=9),)),
+        (
+            b"\x82\xa4type\xacRecordDetail\xa7routers\x91\x85\xa6router\xa8rou"
+            b"ter-0\xa9recording\xc3\xa5steps\t\xa4path\xa0\xa5error\xa0"
+        ),
+    ),
+    "AdminRefused": (
+        m.AdminRefused(reason="no such expert"),
+        (b"\x82\xa4type\xacAdminRefused\xa6reason\xaeno such expert"),
+    ),
+    "FetchBundle": (
+        m.FetchBundle(layer=1, slot=0, expert=2, offset=0, size=1024),
+        (
+            b"\x86\xa4type\xabFetchBundle\xa5layer\x01\xa4slot\x00\xa6expert\x02\xa6"
+            b"offset\x00\xa4size\xcd\x04\x00"
+        ),
+    ),
+    "BundleChunk": (
+        m.BundleChunk(
+            layer=1, slot=0, expert=2, offset=0, total=4, checksum=b"c", shadow=b"s", data=b"data"
+        ),
+        (
+            b"\x89\xa4type\xabBundleChunk\xa5layer\x01\xa4slot\x00\xa6expert\x02\xa6"
+            b"offset\x00\xa5total\x04\xa8checksum\xc4\x01c\xa6shadow\xc4\x01s\xa4dat"
+            b"a\xc4\x04data"
+        ),
+    ),
 }
 UNIONS = {
     "ToPlanner": m.ToPlanner,
     "FromPlanner": m.FromPlanner,
     "ToRouter": m.ToRouter,
     "FromRouter": m.FromRouter,
+    "ToBundles": m.ToBundles,
+    "FromBundles": m.FromBundles,
 }
 
 
+def _members(union: object) -> tuple[type, ...]:
+    """The messages of a direction; one that has a single message is that message."""
+    return typing.get_args(union) or (typing.cast("type", union),)
+
+
 def _union_of(message: object) -> object:
-    return next(u for u in UNIONS.values() if isinstance(message, typing.get_args(u)))
+    return next(u for u in UNIONS.values() if isinstance(message, _members(u)))
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -269,7 +411,7 @@ def test_golden_bytes_decode_to_the_message(name: str) -> None:
 
 
 def test_every_message_of_every_direction_has_golden_bytes() -> None:
-    in_unions = {cls.__name__ for union in UNIONS.values() for cls in typing.get_args(union)}
+    in_unions = {cls.__name__ for union in UNIONS.values() for cls in _members(union)}
     assert in_unions == {type(message).__name__ for message, _ in GOLDEN.values()}
 
 
@@ -283,7 +425,7 @@ def test_a_newer_peers_extra_field_is_ignored(name: str) -> None:
 
 @pytest.mark.parametrize("union", UNIONS)
 def test_a_message_of_another_direction_is_refused(union: str) -> None:
-    ours = typing.get_args(UNIONS[union])
+    ours = _members(UNIONS[union])
     for message, golden in GOLDEN.values():
         if not isinstance(message, ours):
             with pytest.raises(msgspec.ValidationError):

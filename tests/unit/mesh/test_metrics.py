@@ -44,6 +44,7 @@ def test_links_are_exported_by_name_and_replaced_when_opened_again() -> None:
     assert _sample(page, 'moemesh_link_messages_received_total{link="planner"}') == 7
     assert _sample(page, 'moemesh_link_messages_received_total{link="router-0"}') == 2
     assert _sample(page, 'moemesh_link_messages_undecodable_total{link="planner"}') == 0
+    assert _sample(page, 'moemesh_link_handshakes_failed_total{link="router-0"}') == 0
 
 
 def _get(url: str, method: str = "GET") -> tuple[int, bytes]:

@@ -76,12 +76,27 @@ def test_a_default_directorys_parent_must_be_private_too(tmp_path: Path, monkeyp
         rundir.create_run_dir(Settings())
 
 
+def test_state_lies_in_the_users_state_directory_unless_configured(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    at_home = tmp_path / ".local" / "state" / "moemesh" / "default"
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    assert rundir.state_dir(Settings()) == at_home
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    assert rundir.state_dir(Settings()) == at_home
+    monkeypatch.setenv("XDG_STATE_HOME", "/s")
+    assert rundir.state_dir(Settings()) == Path("/s/moemesh/default")
+    assert rundir.state_dir(Settings(mesh=MeshSettings(state_dir="/d"))) == Path("/d")
+
+
 def test_addresses_lie_in_the_directory_unless_configured(tmp_path: Path) -> None:
     settings = _settings(tmp_path)
     assert rundir.planner_address(settings) == f"ipc://{tmp_path}/planner.sock"
     assert rundir.broadcast_address(settings) == f"ipc://{tmp_path}/broadcast.sock"
     assert rundir.router_address(settings, "router-1") == f"ipc://{tmp_path}/router-1.sock"
     assert rundir.lanes_path(settings, "expert-1") == f"{tmp_path}/expert-1.lanes"
+    assert rundir.bundles_address(settings, "expert-1") == f"ipc://{tmp_path}/expert-1.bundles"
     other = Settings(mesh=MeshSettings(planner="tcp://127.0.0.1:1", broadcast="ipc:///b"))
     assert rundir.planner_address(other) == "tcp://127.0.0.1:1"
     assert rundir.broadcast_address(other) == "ipc:///b"

@@ -1,110 +1,49 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
-from mesh.membership import Rules
 from mesh.messages import (
     AssignSlots,
-    FromPlanner,
+    GetPlan,
     GetStatus,
     GetView,
     Goodbye,
-    Heartbeat,
-    Hello,
-    Load,
     LoadReport,
-    Member,
-    MemberState,
-    Placement,
+    PlanDetail,
     Refused,
-    Role,
+    SetMode,
+    SlotFault,
     SlotsReady,
     Status,
     Unknown,
     View,
     Welcome,
 )
-from mesh.placement import local_slots
-from planner_svc.balance import LoadWindow
-from planner_svc.coordinator import (
-    SETTLE_S,
-    Coordinator,
-    Effect,
-    Identity,
-    Keep,
-    Note,
-    Publish,
-    Send,
+from mesh.placement import local_slots, unserved
+from planner_svc.coordinator import SETTLE_S, Coordinator
+from planner_svc.decide import Orders
+from planner_svc.effects import Effect, Keep, Note, Publish, Send, Think
+from planner_svc.moves import ModelShape
+from planner_svc.worth import think
+from tests.support import planner
+from tests.support.planner import (
+    assigned,
+    beat,
+    done,
+    hello,
+    obeyed,
+    placed,
+    policy,
+    published,
+    sent,
 )
-from planner_svc.rollout import ModelShape, Rollout
 
-DIGEST = "d1"
-RULES = Rules(model_digest=DIGEST, suspect_after_s=1.5, dead_after_s=5.0, tick_s=0.5)
+SHAPE = ModelShape((1, 2), 4)
 
 
-def coordinator(first: int = 1000, wanted: int = 2, stored: Placement | None = None) -> Coordinator:
-    """One that started at second 0."""
-    shape = ModelShape((1, 2), 4)
-    me = Member(id="planner", role="planner", incarnation=1, pid=1, host="h", state="ready")
-    return Coordinator(
-        Identity(mesh="m", model="demo", me=me, broadcast="ipc://b", heartbeat_ms=500),
-        RULES,
-        Rollout(
-            shape=shape,
-            redundant_slots=0,
-            wanted_ranks=wanted,
-            patience_s=60.0,
-            stored=stored,
-            first_command=first,
-        ),
-        LoadWindow(2, 4),
-        first_version=first,
-        started=0.0,
-    )
-
-
-def hello(
-    id_: str,
-    role: Role = "expert",
-    incarnation: int = 1,
-    digest: str = DIGEST,
-    placement: Placement | None = None,
-) -> Hello:
-    return Hello(
-        id=id_,
-        role=role,
-        incarnation=incarnation,
-        pid=7,
-        host="h",
-        model_digest=digest,
-        placement=placement,
-    )
-
-
-def beat(
-    id_: str, state: MemberState = "ready", incarnation: int = 1, version: int = 0
-) -> Heartbeat:
-    return Heartbeat(
-        id=id_, incarnation=incarnation, state=state, load=Load(), view_version=version
-    )
-
-
-def sent(effects: Sequence[Effect], peer: bytes) -> list[FromPlanner]:
-    return [e.message for e in effects if isinstance(e, Send) and e.peer == peer]
-
-
-def published(effects: Sequence[Effect]) -> list[View]:
-    return [effect.view for effect in effects if isinstance(effect, Publish)]
-
-
-def assigned(effects: Sequence[Effect]) -> dict[bytes, AssignSlots]:
-    return {
-        effect.peer: effect.message
-        for effect in effects
-        if isinstance(effect, Send) and isinstance(effect.message, AssignSlots)
-    }
+def coordinator(**changes: object) -> Coordinator:
+    """One that started at second 0 and plans nothing of its own accord."""
+    return planner.coordinator(SHAPE, **({"mode": "off"} | changes))
 
 
 def acknowledge(
@@ -118,18 +57,15 @@ def acknowledge(
     return effects
 
 
-def placed(state: Coordinator) -> Placement:
-    state.received(b"e0", hello("e0"), 0.0)
-    commands = assigned(state.received(b"e1", hello("e1"), 0.0))
-    for peer, command in commands.items():
-        acknowledge(state, peer, command, 0.0)
-    assert state.view.placement is not None
-    return state.view.placement
-
-
 def status(state: Coordinator, now: float = 0.0) -> Status:
     (answer,) = sent(state.received(b"admin", GetStatus(), now), b"admin")
     assert isinstance(answer, Status)
+    return answer
+
+
+def plan(state: Coordinator) -> PlanDetail:
+    (answer,) = sent(state.received(b"admin", GetPlan(), 0.0), b"admin")
+    assert isinstance(answer, PlanDetail)
     return answer
 
 
@@ -221,7 +157,7 @@ def test_status_says_what_the_mesh_waits_for_until_it_can_run_a_token() -> None:
 
 
 def test_a_failed_assignment_is_named_in_the_status() -> None:
-    state = coordinator(wanted=1)
+    state = coordinator(experts=1)
     (command,) = assigned(state.received(b"e0", hello("e0"), 0.0)).values()
     failed = SlotsReady(
         id="e0", incarnation=1, command=command.command, epoch=1, error="file truncated"
@@ -231,17 +167,18 @@ def test_a_failed_assignment_is_named_in_the_status() -> None:
     assert status(state).reason == "e0: file truncated"
 
 
-def test_a_lost_connection_makes_a_suspect_then_dead_and_the_placement_stands() -> None:
+def test_a_lost_connection_makes_a_suspect_then_dead_and_survivors_take_its_experts() -> None:
     state = coordinator()
-    placement = placed(state)
+    placed(state)
     (view,) = published(state.closed(b"e1", 1.0))
     assert view.members[-1].state == "suspect"
     for tick in (1.5, 2.0, 2.5):
-        state.received(b"e0", beat("e0"), tick)
-        state.tick(tick)
-        state.check()
+        obeyed(state, state.received(b"e0", beat("e0"), tick), tick)
+        obeyed(state, state.tick(tick), tick)
     assert state.view.members[-1].state == "dead"
-    assert state.view.placement == placement
+    assert state.view.placement is not None
+    assert state.view.placement.ranks == ("e0",)
+    assert not unserved(state.view.placement, ["e0"])
 
 
 def test_a_new_process_of_a_dead_rank_gets_its_slots_again() -> None:
@@ -267,7 +204,7 @@ def test_a_reconnected_member_is_known_by_its_new_connection_alone() -> None:
     state.received(b"e1-b", hello("e1"), 1.0)
     state.closed(b"e1", 1.1)
     state.check()
-    assert [m.state for m in state.view.members[1:]] == ["joining", "joining"]
+    assert [m.state for m in state.view.members[1:]] == ["ready", "ready"]
     effects = state.received(b"e1-b", beat("e1"), 1.2)
     assert sent(effects, b"e1-b") == [state.view]
 
@@ -285,10 +222,12 @@ def test_a_restarted_planner_takes_the_placement_from_its_members() -> None:
     placement = msgspec.structs.replace(placed(old), epoch=5)
     state = coordinator(first=9000)
     state.received(b"r0", hello("r0", "router", placement=placement), 0.0)
-    commands = assigned(state.received(b"e0", hello("e0", placement=placement), 0.0))
+    assert not assigned(state.received(b"e0", hello("e0", placement=placement), 0.0))
+    effects = state.tick(SETTLE_S)
+    commands = assigned(effects)
     assert commands[b"e0"].epoch == 5
     assert commands[b"e0"].slots == local_slots(placement, "e0")
-    (view,) = published(state.tick(SETTLE_S))
+    (view,) = published(effects)
     assert view.placement == placement
     assert view.version > old.view.version
 
@@ -316,14 +255,14 @@ def test_a_restarted_planner_says_who_is_there_only_when_all_have_said_hello_aga
     assert {m.id for m in view.members} == {"planner", "r0", "e0", "e1", "g0"}
     assert {m.state for m in view.members} == {"ready"}
     # Each gets it on its own connection too, where it counts whatever its number.
-    assert all(sent(effects, peer) == [view] for peer in members)
+    assert all(sent(effects, peer).count(view) == 1 for peer in members)
     assert sent(state.received(b"r0", GetView(), SETTLE_S), b"r0") == [view]
 
 
-def test_a_planner_with_a_plan_on_disk_knows_that_the_mesh_may_be_older() -> None:
+def test_a_planner_that_is_started_again_knows_that_the_mesh_is_older() -> None:
     # The first to say Hello may be a process that has just started and knows no placement.
     placement = placed(coordinator())
-    state = coordinator(first=9000, stored=placement)
+    state = coordinator(first=9000, stored=placement, orders=Orders())
     assert published(state.received(b"e1", hello("e1", incarnation=2), 0.0)) == []
     assert published(state.received(b"r0", hello("r0", "router", placement=placement), 0.1)) == []
     (view,) = published(state.tick(SETTLE_S))
@@ -350,6 +289,122 @@ def test_load_reports_add_up_to_balancedness_and_bad_ones_are_counted() -> None:
     assert status(state).balancedness == 0.5
     assert status(state).tokens == 8
     state.received(b"r0", msgspec.structs.replace(report, counts=((1, 2),)), 0.0)
-    assert state.dropped_reports == 1
+    assert state.tallies.dropped_reports == 1
     assert status(state).tokens == 8
     assert status(state, now=1000.0).balancedness == 1.0
+
+
+def test_what_a_worker_loaded_and_what_it_could_not_is_logged() -> None:
+    state = coordinator(experts=1)
+    (command,) = assigned(state.received(b"e0", hello("e0"), 0.0)).values()
+    ready = done(
+        "e0", command, loaded=7, from_peers=2, loaded_bytes=700, seconds=0.25,
+        faults=(SlotFault(1, 0, 0, "checksum differs"),),
+    )  # fmt: skip
+    effects = state.received(b"e0", ready, 0.0)
+    (note,) = [e for e in effects if isinstance(e, Note) and e.event == "slots.acknowledged"]
+    assert note.values == {
+        "member": "e0", "epoch": command.epoch, "loaded": 7, "from_peers": 2, "seconds": 0.25,
+        "faults": 1,
+    }  # fmt: skip
+    assert state.loaded_bytes == 700
+    assert "checksum differs" in plan(state).faults[0]
+
+
+# ---------------------------------------------------------------- moving by load
+
+SKEWED = ((900, 10, 900, 10), (900, 10, 900, 10))  # the uniform placement has 0 and 2 on one rank
+
+
+def loaded_mesh(**changes: object) -> tuple[Coordinator, list[Effect]]:
+    """Two expert workers and a router that has reported ``SKEWED``, and what that led to."""
+    state = coordinator(**({"mode": "auto", "interval_s": 2.0} | changes))
+    placement = placed(state)
+    state.received(b"r0", hello("r0", "router"), 0.0)
+    state.received(b"r0", beat("r0", epoch=placement.epoch), 0.0)
+    report = LoadReport(id="r0", incarnation=1, counts=SKEWED, tokens=5_000)
+    state.received(b"r0", report, 1.0)
+    for member in ("e0", "e1", "r0"):
+        state.received(member.encode(), beat(member, epoch=placement.epoch), 1.5)
+    return state, state.tick(2.0)
+
+
+def events(effects: list[Effect]) -> list[str]:
+    return [e.event for e in effects if isinstance(e, Note) and e.event.startswith("plan.")]
+
+
+def test_skewed_loads_move_experts_until_they_are_even() -> None:
+    state, effects = loaded_mesh()
+    before = status(state).balancedness
+    done_ = obeyed(state, effects, 2.0, policy())
+    assert events(done_)[0] == "plan.proposed"
+    assert events(done_)[-1] == "plan.done"
+    assert "plan.committed" in events(done_)
+    (proposed,) = [e for e in done_ if isinstance(e, Note) and e.event == "plan.proposed"]
+    assert proposed.values["moves"] == 4
+    assert proposed.values["gain_s"] > proposed.values["cost_s"]
+    assert status(state, 2.0).balancedness > before
+    assert status(state, 2.0).phase == ""
+    assert state.plans_by_verdict["moved"] == 1
+
+
+def test_old_copies_stay_until_every_router_has_switched() -> None:
+    state, effects = loaded_mesh()
+    (thinking,) = [effect for effect in effects if isinstance(effect, Think)]
+    state.received(b"r1", hello("r1", "router"), 2.0)
+    state.received(b"r1", beat("r1", epoch=1), 2.0)
+    effects = state.thought(think(policy(), thinking.question), 0.01, 2.0)
+    assert status(state).phase == "loading"
+    for peer, command in assigned(effects).items():
+        effects += acknowledge(state, peer, command, 2.0)
+    assert status(state).phase == "committing"
+    epoch = state.epoch
+    for router in ("r0", "r1"):
+        assert status(state).phase == "committing"
+        state.received(router.encode(), beat(router, epoch=epoch), 2.1)
+    assert status(state).phase == "draining"
+
+
+def test_a_router_that_dies_is_not_waited_for() -> None:
+    state, effects = loaded_mesh()
+    (thinking,) = [effect for effect in effects if isinstance(effect, Think)]
+    effects = state.thought(think(policy(), thinking.question), 0.01, 2.0)
+    for peer, command in assigned(effects).items():
+        acknowledge(state, peer, command, 2.0)
+    assert status(state).phase == "committing"
+    state.received(b"r0", Goodbye(id="r0", incarnation=1), 2.1)
+    assert status(state).phase == "draining"
+
+
+def test_a_mode_that_moves_nothing_stops_a_move_under_way() -> None:
+    state, effects = loaded_mesh()
+    (thinking,) = [effect for effect in effects if isinstance(effect, Think)]
+    state.thought(think(policy(), thinking.question), 0.01, 2.0)
+    assert status(state).phase == "loading"
+    effects = state.received(b"admin", SetMode(mode="advise"), 2.5)
+    (answer,) = sent(effects, b"admin")
+    assert isinstance(answer, PlanDetail)
+    assert (answer.verdict, answer.mode, answer.phase) == ("failed", "advise", "")
+    assert answer.reason.startswith("the mode was set to advise; ")
+    assert "plan.failed" in events(effects)
+
+
+def test_idle_planners_plan_nothing_and_say_why_once() -> None:
+    state = coordinator(mode="auto", interval_s=5.0)
+    placed(state)
+    effects = [effect for tick in range(60) for effect in state.tick(float(tick))]
+    assert not [effect for effect in effects if isinstance(effect, Think)]
+    assert events(effects) == []  # it was said with the first placement
+    assert "0 tokens in the window" in plan(state).reason
+
+
+def test_a_worker_that_drains_is_emptied() -> None:
+    state = coordinator(experts=3)
+    placed(state, ("e0", "e1", "e2"))
+    effects = obeyed(state, state.received(b"e1", beat("e1", "draining"), 1.0), 1.0)
+    for tick in (1.5, 2.0, 2.5):
+        effects += obeyed(state, state.tick(tick), tick)
+    after = state.view.placement
+    assert after is not None
+    assert "e1" not in after.ranks or not any(map(any, local_slots(after, "e1")))
+    assert not unserved(after, ["e0", "e2"])

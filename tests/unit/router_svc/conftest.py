@@ -12,7 +12,7 @@ import pytest
 import structlog
 import torch
 from ep_kernels.grouped_ffn import ExpertBank
-from ep_kernels.plane import AnswerStatus, LaneShape
+from ep_kernels.plane import AnswerStatus, Arrival, LaneShape
 from ep_kernels.shm.expert import ShmExpertPlane
 from ep_kernels.shm.router import ShmRouterPlane
 
@@ -29,7 +29,9 @@ Expert = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Worker:
-    """Answers from banks that the test fills. ``held`` stops it from taking anything."""
+    """Answers from banks that the test fills, ``busy`` with one part at a time. ``held`` stops it
+    from taking anything.
+    """
 
     def __init__(self, name: str, path: Path, banks: dict[int, ExpertBank], incarnation: int):
         self.name = name
@@ -37,6 +39,7 @@ class Worker:
         self.banks = banks
         self.path = str(path)
         self.calls = 0
+        self.busy = threading.Lock()
         self.held = threading.Event()
         self.held.set()
         self._plane = ShmExpertPlane(
@@ -60,16 +63,19 @@ class Worker:
                     break
                 for part in self._plane.poll():
                     self.calls += 1
-                    bank = self.banks[part.layer]
-                    if not bank.matches(part.pair_slot, part.pair_expert):
-                        self._plane.answer(part, AnswerStatus.STALE, 7, 0)
-                        continue
-                    if part.exact:
-                        bank.run_rows(part.x, part.pair_token, part.pair_slot, part.out)
-                    else:
-                        pairs = part.pair_token, part.pair_slot, part.pair_weight
-                        bank.run(part.x, *pairs, part.out)
-                    self._plane.answer(part, AnswerStatus.OK, 7, 1)
+                    with self.busy:
+                        self._answer(part)
+
+    def _answer(self, part: Arrival) -> None:
+        bank = self.banks[part.layer]
+        if not bank.matches(part.pair_slot, part.pair_expert):
+            self._plane.answer(part, AnswerStatus.STALE, 7, 0)
+            return
+        if part.exact:
+            bank.run_rows(part.x, part.pair_token, part.pair_slot, part.out)
+        else:
+            bank.run(part.x, part.pair_token, part.pair_slot, part.pair_weight, part.out)
+        self._plane.answer(part, AnswerStatus.OK, 7, 1)
 
     def stop(self) -> None:
         """Close as a process that dies would: its lanes break."""

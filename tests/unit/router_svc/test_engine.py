@@ -314,8 +314,12 @@ def test_the_profile_accounts_for_every_step(start_engine) -> None:
     around = [times.send_ns, times.wait_ns, times.combine_ns, times.sampling_ns]
     assert all(ns > 0 for ns in (*parts, *around, times.python_ns))
     assert sum(parts) + sum(around) + times.python_ns == times.step_ns
-    counts = mesh.engine.expert_counts()
-    assert (counts.sum(1) == times.tokens * mesh.spec.experts_per_token).all()
+    loads, top_k = mesh.engine.loads(), mesh.spec.experts_per_token
+    assert loads.tokens == times.tokens
+    assert (loads.experts.sum(1) == (3 + 19) * top_k).all()
+    assert (loads.decodes.sum(1) == 19 * top_k).all()
+    assert loads.rank_pairs == {"a": ((3 + 19) * top_k,) * len(mesh.spec.moe_layers)}
+    assert (loads.epoch, loads.ranks) == (1, ("a",))
 
 
 def test_a_worker_that_hangs_while_it_looks_alive_is_given_up(start_engine, reference) -> None:

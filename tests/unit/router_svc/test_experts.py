@@ -42,6 +42,7 @@ class Mesh:
             num_experts=len(weights),
             moe_layers=(LAYER,),
             capacity_tokens=capacity,
+            replica_choice="water-fill",
             exact=exact,
             timeout_s=timeout_s,
             answer_timeout_s=2.0,
@@ -94,6 +95,9 @@ class Mesh:
             elif not condition():
                 self.plane.wait(0.2)
 
+    def dispatch(self, x, ids, w) -> MeshTicket:
+        return self.experts.micro_batch(bytes(len(x))).dispatch(LAYER, x, ids, w)
+
     def finish(self, ticket: MeshTicket) -> torch.Tensor:
         self.pump_until(lambda: ticket.done)
         return ticket.result()
@@ -107,7 +111,7 @@ def batch(tokens: int, experts: int, seed: int = 0):
         if tokens
         else torch.zeros(0, TOP_K, dtype=torch.long)
     )
-    return x, ids, torch.rand(tokens, TOP_K, generator=generator)
+    return x, ids.int(), torch.rand(tokens, TOP_K, generator=generator)
 
 
 def expected(weights, x, ids, w) -> torch.Tensor:
@@ -133,7 +137,7 @@ def test_the_mesh_gives_the_sum_over_experts(fleet, expert_weights, ranks, exact
     with torch.inference_mode():
         for tokens in (0, 1, 2, 5, 64):
             x, ids, w = batch(tokens, 8, tokens)
-            out = mesh.finish(mesh.experts.dispatch(LAYER, x, ids, w))
+            out = mesh.finish(mesh.dispatch(x, ids, w))
             torch.testing.assert_close(out, expected(weights, x, ids, w), atol=1e-5, rtol=1e-5)
     assert mesh.plane.in_flight() == 0
 
@@ -146,7 +150,7 @@ def test_exact_sums_have_the_same_bits_under_every_placement(fleet, expert_weigh
         for index, ranks in enumerate(PLACEMENTS):
             mesh = Mesh(fleet, weights, exact=True, capacity=4 + index)
             mesh.up({f"{name}{index}": slots for name, slots in ranks.items()})
-            results.append(mesh.finish(mesh.experts.dispatch(LAYER, x, ids, w)))
+            results.append(mesh.finish(mesh.dispatch(x, ids, w)))
     for other in results[1:]:
         assert torch.equal(other, results[0])
     token = (torch.arange(ids.numel()) // TOP_K).numpy()
@@ -162,8 +166,8 @@ def test_more_tokens_than_lanes_hold_are_sent_in_turns(fleet, expert_weights, ex
     mesh.up(PLACEMENTS[1])
     x, ids, w = batch(61, 8)
     with torch.inference_mode():
-        first = mesh.experts.dispatch(LAYER, x, ids, w)
-        second = mesh.experts.dispatch(LAYER, -x, ids, w)
+        first = mesh.dispatch(x, ids, w)
+        second = mesh.dispatch(-x, ids, w)
         torch.testing.assert_close(
             mesh.finish(second), expected(weights, -x, ids, w), atol=1e-5, rtol=1e-5
         )
@@ -178,17 +182,31 @@ def test_a_token_goes_to_a_rank_once(fleet, expert_weights) -> None:
     mesh.up(PLACEMENTS[1])
     x, ids, w = batch(1, 8)
     with torch.inference_mode():
-        mesh.finish(mesh.experts.dispatch(LAYER, x, ids, w))
+        mesh.finish(mesh.dispatch(x, ids, w))
     assert {worker.calls for worker in mesh.workers.values()} <= {0, 1}
 
 
-def test_tokens_are_counted_per_logical_expert(fleet, expert_weights) -> None:
+def test_tokens_are_counted_once_per_expert_and_rank_also_when_sent_again(
+    fleet, expert_weights
+) -> None:
     mesh = Mesh(fleet, expert_weights(8))
-    mesh.up(PLACEMENTS[3])
-    x, ids, w = batch(20, 8)
+    everything = [0, 1, 2, 3, 4, 5, 6, 7]
+    mesh.up({"a": everything, "b": everything})
+    x, ids, w = batch(16, 8)
+    decodes = bytes([1] * 5 + [0] * 11)
     with torch.inference_mode():
-        mesh.finish(mesh.experts.dispatch(LAYER, x, ids, w))
-    assert mesh.experts.counts.tolist() == [torch.bincount(ids.reshape(-1), minlength=8).tolist()]
+        mesh.finish(mesh.experts.micro_batch(decodes).dispatch(LAYER, x, ids, w))
+        assert mesh.experts.rank_pairs == {"a": [32], "b": [32]}
+        mesh.workers["b"].held.clear()
+        ticket = mesh.dispatch(x, ids, w)
+        mesh.workers["b"].stop()
+        mesh.finish(ticket)
+    assert mesh.experts.tally.resent == 32
+    counts = mesh.experts.counts
+    per_expert = torch.bincount(ids.reshape(-1), minlength=8)
+    assert counts.tokens.tolist() == [(2 * per_expert).tolist()]
+    assert counts.decodes.tolist() == [torch.bincount(ids[:5].reshape(-1), minlength=8).tolist()]
+    assert mesh.experts.rank_pairs == {"a": [96], "b": [32]}
 
 
 def test_a_stale_part_goes_where_the_newer_placement_says(fleet, expert_weights) -> None:
@@ -199,7 +217,7 @@ def test_a_stale_part_goes_where_the_newer_placement_says(fleet, expert_weights)
     mesh.place({"a": [3, 7, 1, 5], "b": [0, 2, 4, 6]})  # what the router wrongly believes
     x, ids, w = batch(12, 8)
     with torch.inference_mode():
-        ticket = mesh.experts.dispatch(LAYER, x, ids, w)
+        ticket = mesh.dispatch(x, ids, w)
         mesh.pump_until(lambda: mesh.experts.tally.stale > 0)
         assert not ticket.done
         mesh.place(truth)
@@ -218,7 +236,7 @@ def test_a_stale_part_is_tried_again_at_a_worker_that_is_about_to_have_it(
     mesh.place({"a": [0, 1, 2, 3]})
     x, ids, w = batch(3, 4)
     with torch.inference_mode():
-        ticket = mesh.experts.dispatch(LAYER, x, ids, w)
+        ticket = mesh.dispatch(x, ids, w)
         mesh.pump_until(lambda: mesh.experts.tally.stale > 0)
         mesh.workers["a"].banks[LAYER].load(3, 3, *weights[3])
         mesh.clock.now += 0.1
@@ -235,7 +253,7 @@ def test_what_a_lost_worker_had_goes_to_a_replica(fleet, expert_weights, exact) 
     x, ids, w = batch(16, 8)
     with torch.inference_mode():
         mesh.workers["b"].held.clear()
-        ticket = mesh.experts.dispatch(LAYER, x, ids, w)
+        ticket = mesh.dispatch(x, ids, w)
         mesh.pump_until(lambda: mesh.workers["a"].calls > 0)
         mesh.workers["b"].stop()
         torch.testing.assert_close(
@@ -255,7 +273,7 @@ def test_without_a_replica_the_tokens_wait_for_the_worker_to_come_back(
     x, ids, w = batch(6, 8)
     with torch.inference_mode():
         mesh.workers["b"].held.clear()
-        ticket = mesh.experts.dispatch(LAYER, x, ids, w)
+        ticket = mesh.dispatch(x, ids, w)
         mesh.workers["b"].stop()
         mesh.pump_until(lambda: mesh.experts.parked)
         assert mesh.experts.unserved == {LAYER: (4, 5, 6, 7)}
@@ -276,8 +294,8 @@ def test_experts_that_nobody_serves_fail_only_the_ticket_that_needs_them(
     mesh.place({"a": [0, 1, 2, 3], "b": [4, 5, 6, 7]}, serving={"a"})
     x, ids, w = batch(2, 4)
     with torch.inference_mode():
-        doomed = mesh.experts.dispatch(LAYER, x, ids + torch.tensor([[4], [0]]), w)
-        fine = mesh.experts.dispatch(LAYER, x, ids, w)
+        doomed = mesh.dispatch(x, ids + torch.tensor([[4], [0]], dtype=torch.int32), w)
+        fine = mesh.dispatch(x, ids, w)
         torch.testing.assert_close(
             mesh.finish(fine), expected(weights, x, ids, w), atol=1e-5, rtol=1e-5
         )
@@ -298,7 +316,7 @@ def test_a_worker_that_never_gets_what_it_should_hold_runs_into_the_time_out(
     mesh.place({"a": [0, 1, 2, 3]})
     x, ids, w = batch(3, 4)
     with torch.inference_mode():
-        ticket = mesh.experts.dispatch(LAYER, x, ids, w)
+        ticket = mesh.dispatch(x, ids, w)
         for stale in range(1, 4):
             mesh.pump_until(lambda stale=stale: mesh.experts.tally.stale >= stale)
             mesh.clock.now += 0.4
@@ -313,7 +331,7 @@ def test_before_the_first_placement_everything_waits(fleet, expert_weights) -> N
     assert mesh.experts.unserved == {LAYER: tuple(range(8))}
     x, ids, w = batch(4, 8)
     with torch.inference_mode():
-        ticket = mesh.experts.dispatch(LAYER, x, ids, w)
+        ticket = mesh.dispatch(x, ids, w)
         assert not ticket.done
         mesh.up(PLACEMENTS[2])
         torch.testing.assert_close(
@@ -332,7 +350,7 @@ def test_a_worker_that_does_not_answer_is_overdue_and_its_part_goes_to_a_replica
     x, ids, w = batch(16, 8)
     with torch.inference_mode():
         mesh.workers["b"].held.clear()
-        ticket = mesh.experts.dispatch(LAYER, x, ids, w)
+        ticket = mesh.dispatch(x, ids, w)
         mesh.pump_until(lambda: ticket.missing == 1)
         assert mesh.experts.overdue() == []
         mesh.clock.now += 1.9
@@ -358,13 +376,13 @@ def test_an_abandoned_ticket_frees_its_ring_slots_also_those_answered_later(
     x, ids, w = batch(30, 8)
     with torch.inference_mode():
         mesh.workers["b"].held.clear()
-        lost = mesh.experts.dispatch(LAYER, x, ids, w)
+        lost = mesh.dispatch(x, ids, w)
         mesh.pump_until(lambda: mesh.workers["a"].calls >= 4)
         lost.abandon()
         lost.abandon()
         mesh.workers["b"].held.set()
         mesh.pump_until(lambda: mesh.plane.in_flight() == 0)
-        ticket = mesh.experts.dispatch(LAYER, x, ids, w)
+        ticket = mesh.dispatch(x, ids, w)
         torch.testing.assert_close(
             mesh.finish(ticket), expected(weights, x, ids, w), atol=1e-5, rtol=1e-5
         )
@@ -375,7 +393,7 @@ def test_an_abandoned_ticket_is_parked_no_longer(fleet, expert_weights) -> None:
     mesh = Mesh(fleet, expert_weights(8))
     mesh.place({"a": list(range(8))}, serving=set())
     x, ids, w = batch(3, 8)
-    ticket = mesh.experts.dispatch(LAYER, x, ids, w)
+    ticket = mesh.dispatch(x, ids, w)
     assert mesh.experts.parked
     ticket.abandon()
     mesh.experts.pump()
@@ -391,7 +409,7 @@ def test_answers_make_room_for_what_is_sent_again(fleet, expert_weights, exact) 
     x, ids, w = batch(32, 8)
     with torch.inference_mode():
         mesh.workers["b"].held.clear()
-        ticket = mesh.experts.dispatch(LAYER, x, ids, w)
+        ticket = mesh.dispatch(x, ids, w)
         # All of a's ring is full of answers before b's parts have to go there.
         mesh.pump_until(lambda: ticket.missing == sum(p.peer == "b" for p in ticket.pieces))
         assert ticket.missing == 2
@@ -411,7 +429,7 @@ def test_time_does_not_count_while_a_rank_is_about_to_serve(fleet, expert_weight
     mesh.place(ranks, serving={"a"}, coming={"b"})
     x, ids, w = batch(6, 8)
     with torch.inference_mode():
-        ticket = mesh.experts.dispatch(LAYER, x, ids, w)
+        ticket = mesh.dispatch(x, ids, w)
         for _ in range(4):
             mesh.clock.now += 2.9
             mesh.experts.pump()
@@ -431,7 +449,7 @@ def test_experts_without_any_rank_fail_though_others_are_loading(fleet, expert_w
     ranks = {"b": [0, 1, 2, 3], "c": [4, 5, 6, 7]}
     mesh.place(ranks, serving=set(), coming={"b"})
     x, ids, w = batch(6, 8)
-    ticket = mesh.experts.dispatch(LAYER, x, ids, w)
+    ticket = mesh.dispatch(x, ids, w)
     mesh.clock.now += 3.1
     mesh.experts.pump()
     with pytest.raises(ExpertsUnavailableError):

@@ -44,6 +44,7 @@ class Processes:
     def start(self, module: str, id_: str) -> subprocess.Popen[bytes]:
         overrides = {
             "mesh.run_dir": self.run_dir,
+            "mesh.state_dir": self.run_dir / "state",
             "mesh.experts": 2,
             "metrics.enabled": "false",
             "logs.format": "json",
