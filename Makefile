@@ -2,15 +2,24 @@ PYTHON ?= python3
 PORT ?= 8000
 VENV := .venv
 BIN := $(VENV)/bin
-NATIVE := build_native.py planner_svc/native/plan.c kernels/ep_kernels/native/route.c
+NATIVE := build_native.py $(wildcard planner_svc/native/*.[ch] kernels/ep_kernels/native/*.[ch])
 
-.PHONY: serve test lint install clean
+.PHONY: serve test soak chaos lint install clean
 
 serve: $(VENV)/.serve
 	@exec $(BIN)/moemesh up --port $(PORT) $(if $(NAME),--set mesh.name=$(NAME))
 
 test: install lint
 	$(BIN)/python -m pytest
+
+# What takes too long for every day: hundreds of moves, the whole matrix of faults.
+soak: install
+	$(BIN)/python -m pytest -m soak -s
+
+# Random kills, stops, scaling and moves under load: SECONDS=600, SEED=1.
+chaos: install
+	MOEMESH_CHAOS_SECONDS=$(or $(SECONDS),600) MOEMESH_CHAOS_SEED=$(or $(SEED),1) \
+		$(BIN)/python -m pytest -m '' -s tests/fault/test_chaos.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -115,16 +115,14 @@ class Fleet:
 
     async def _scale(self, wanted: Mapping[ServiceRole, int], say: Say) -> None:
         await self._until_whole(say)
-        for role, count in wanted.items():
-            present = self._indices(role)
-            new = [self._spec(role, index) for index in range(count) if index not in present]
-            if new:
-                self._check(new)
-                for spec in new:
-                    say(f"{spec.id}: starting")
-                    self._crew.hire(spec)
-                self._recipe.counts[role] = count
-                await self._until_whole(say)
+        new = [
+            self._spec(role, index)
+            for role, count in wanted.items()
+            for index in range(count)
+            if index not in self._indices(role)
+        ]
+        if new:
+            await self._hire(new, say)
         for role, count in wanted.items():
             leaving = [member_id(role, index) for index in self._indices(role) if index >= count]
             for id_ in leaving:
@@ -133,6 +131,20 @@ class Fleet:
             await self._dismiss(leaving, say)
             self._recipe.counts[role] = count
         await self._until_whole(say)
+
+    async def _hire(self, new: Sequence[ProcessSpec], say: Say) -> None:
+        """Start processes and wait until they are ready; those that do not get so are let go."""
+        self._check(new)
+        for spec in new:
+            say(f"{spec.id}: starting")
+            self._crew.hire(spec)
+        try:
+            await self._until_whole(say)
+        except OrderFailed:
+            with suppress(OrderFailed, PlannerRefused):
+                await self._relieve([s.id for s in new if s.role == "expert"], say)
+            await asyncio.gather(*(self._crew.dismiss(spec.id) for spec in new))
+            raise
 
     async def _dismiss(self, ids: Sequence[str], say: Say) -> None:
         experts = [id_ for id_ in ids if self._role(id_) == "expert"]
@@ -193,10 +205,8 @@ class Fleet:
         taken = self._indices(role)
         index = next(index for index in range(len(taken) + 1) if index not in taken)
         spec = self._spec(role, index, shares=shares)
-        self._check([spec])
-        say(f"{spec.id}: starting, to stand in")
-        self._crew.hire(spec)
-        await self._until_whole(say)
+        say(f"{spec.id} is to stand in")
+        await self._hire([spec], say)
         return spec.id
 
     # -------------------------------------------------------------- steps

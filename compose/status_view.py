@@ -27,6 +27,9 @@ def document(status: Status) -> dict[str, Any]:
         "tokens": status.tokens,
         "mode": status.mode,
         "phase": status.phase,
+        "moving": status.moving,
+        "moved": status.moved,
+        "to_move": status.to_move,
         "alarms": list(status.alarms),
         "view_version": view.version,
         "members": [_member(member, view.placement) for member in view.members],
@@ -48,8 +51,10 @@ def render(status: Status) -> RenderableType:
         f"\nepoch {status.epoch}  balancedness {status.balancedness:.2f}  tokens {status.tokens}"
         f"  plans {status.mode}"
     )
-    if status.phase:
-        headline.append(f"  moving experts: {status.phase}", style="cyan")
+    if status.moving:
+        progress = f"{status.moving}, {status.moved} of {status.to_move} done"
+        phase = f", {status.phase}" if status.phase else ""
+        headline.append(f"  moving experts: {progress}{phase}", style="cyan")
     for alarm in status.alarms:
         headline.append(f"\nalarm: {alarm}", style="red")
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")

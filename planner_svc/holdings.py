@@ -7,6 +7,8 @@ is given the benefit of the doubt, as routers do not use it before it says that 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from mesh.messages import AssignSlots, Placement, SlotsReady, Source
 from mesh.placement import EMPTY
 from planner_svc.policies.uniform import UNLIMITED
@@ -60,11 +62,11 @@ class Holdings:
         self._kept = None
         return state is not None and state.answer(ready, now)
 
-    def commit(self, placement: Placement) -> None:
-        """``placement`` is in force."""
+    def commit(self, placement: Placement, lost: Collection[str] = ()) -> None:
+        """``placement`` is in force, though nothing of it is left on the ``lost`` ranks."""
         self.committed = placement
         self.promised = layout_of(placement)
-        self.lost &= self.promised.keys()
+        self.lost = set(lost) & self.promised.keys()
         self._kept = None
 
     def tell(

@@ -107,14 +107,15 @@ class WaveRunner:
         """Put ``layout`` in force, with ``epoch`` unless a higher one has been seen. Lost ranks
         stay named while they alone held an expert.
         """
+        lost: set[str] = set()
         if self.lacks(layout):
-            promised = self._held.promised
-            layout = {rank: promised[rank] for rank in self._held.lost} | dict(layout)
+            lost = self._held.lost - layout.keys()
+            layout = {rank: self._held.promised[rank] for rank in lost} | dict(layout)
         if epoch < self.newest_epoch or not epoch:
             self.newest_epoch += 1
             epoch = self.newest_epoch
         placement = self._placement(layout, epoch)
-        self._held.commit(placement)
+        self._held.commit(placement, lost)
         self.effects.append(Commit(placement))
 
     def end(self) -> None:

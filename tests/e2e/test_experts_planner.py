@@ -27,7 +27,7 @@ from ep_kernels.shm.router import ShmRouterPlane
 from mesh.links import Net
 from mesh.member import Member, request_status
 from mesh.messages import Hello, Load, Placement, Status
-from mesh.placement import replicas
+from mesh.placement import EMPTY, local_slots, replicas, unserved
 from mesh.service import ExitCode
 from moe_model.checkpoint import Checkpoint
 from moe_model.experts import read_expert
@@ -115,6 +115,26 @@ class Processes:
             )
 
         return self.wait_for("placement", placed)
+
+    def wait_settled(self, *ranks: str) -> Status:
+        """Until ``ranks`` and nobody else serve all experts, each its share, and nothing moves."""
+
+        def settled(status: Status) -> bool:
+            placement = status.view.placement
+            return (
+                placement is not None
+                and set(placement.ranks) == set(ranks)
+                and not status.phase
+                and all(state_of(status, rank) == "ready" for rank in ranks)
+                and not unserved(placement, ranks)
+                and all(
+                    sum(expert != EMPTY for expert in row) >= SPEC.num_experts // len(ranks)
+                    for rank in ranks
+                    for row in local_slots(placement, rank)
+                )
+            )
+
+        return self.wait_for("settled placement", settled)
 
     def logs(self) -> str:
         return "\n".join(
@@ -265,7 +285,7 @@ def test_every_expert_answers_with_the_checkpoints_ffn(mesh: Processes, router: 
     status = mesh.wait_placed()
     placement = status.view.placement
     assert placement is not None
-    assert placement.slots_per_rank == (16, 16)
+    assert placement.slots_per_rank == (17, 17), "16 that serve and a spare one"
     router.connect(status)
     for layer in SPEC.moe_layers:
         for tokens in (1, 2, 40):
@@ -331,19 +351,29 @@ def test_the_mesh_is_ready_once_a_router_is(mesh: Processes) -> None:
     mesh.wait_for("goodbye", lambda status: state_of(status, "router-7") == "left")
 
 
-def test_a_later_worker_is_ready_without_slots_and_changes_nothing(mesh: Processes) -> None:
-    placement = mesh.wait_placed().view.placement
+def test_a_later_worker_gets_its_share_and_its_leaving_costs_no_expert(
+    mesh: Processes, router: Router
+) -> None:
+    mesh.wait_settled("expert-0", "expert-1")
     mesh.start("expert_svc", "expert-2")
-    status = mesh.wait_for("spare", lambda status: state_of(status, "expert-2") == "ready")
-    assert status.view.placement == placement
+    status = mesh.wait_settled("expert-0", "expert-1", "expert-2")
+    router.connect(status)
+    assert status.view.placement is not None
+    for layer in SPEC.moe_layers:
+        router.check(status.view.placement, layer, 20)
+    router.plane.disconnect("expert-2")
     assert mesh.stop("expert-2") == ExitCode.OK
-    mesh.wait_for("goodbye", lambda status: state_of(status, "expert-2") == "left")
+    status = mesh.wait_settled("expert-0", "expert-1")
+    assert state_of(status, "expert-2") == "left"
+    assert status.view.placement is not None
+    for layer in SPEC.moe_layers:
+        router.check(status.view.placement, layer, 20)
 
 
-def test_a_killed_expert_worker_comes_back_to_its_slots(mesh: Processes, router: Router) -> None:
-    status = mesh.wait_placed()
-    placement = status.view.placement
-    assert placement is not None
+def test_a_killed_workers_experts_go_to_the_others_and_come_back_with_it(
+    mesh: Processes, router: Router
+) -> None:
+    status = mesh.wait_settled("expert-0", "expert-1")
     router.connect(status)
     mesh.kill("expert-1")
     end = time.monotonic() + DEADLINE_S
@@ -353,12 +383,15 @@ def test_a_killed_expert_worker_comes_back_to_its_slots(mesh: Processes, router:
         router.plane.wait(1.0)
         lost = router.plane.lost()
     assert [lane.peer for lane in lost] == ["expert-1"]
+    alone = mesh.wait_settled("expert-0")
+    assert alone.view.placement is not None
+    router.check(alone.view.placement, SPEC.moe_layers[-1], 20)
     mesh.start("expert_svc", "expert-1")
-    (old,) = (m.incarnation for m in status.view.members if m.id == "expert-1")
-    again = mesh.wait_placed(without=old)
-    assert again.view.placement == placement
+    again = mesh.wait_settled("expert-0", "expert-1")
     router.connect(again)
-    router.check(placement, SPEC.moe_layers[-1], 20)
+    assert again.view.placement is not None
+    for layer in SPEC.moe_layers:
+        router.check(again.view.placement, layer, 20)
 
 
 def test_tokens_flow_without_a_planner_and_its_successor_keeps_the_placement(
@@ -391,7 +424,7 @@ def test_three_workers_with_redundant_slots_on_exact_lanes_then_a_clean_end(
         status = processes.wait_placed()
         placement = status.view.placement
         assert placement is not None
-        assert placement.slots_per_rank == (12, 12, 11)
+        assert placement.slots_per_rank == (13, 13, 12), "35 that serve and a spare one each"
         router.connect(status)
         for layer in SPEC.moe_layers:
             router.check(placement, layer, 30)

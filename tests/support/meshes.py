@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,10 +22,20 @@ START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 30.0
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port(count: int = 1) -> int:
+    """The first of ``count`` free ports in a row."""
+    while True:
+        with contextlib.ExitStack() as held:
+            first = 0
+            for index in range(count):
+                probe = held.enter_context(socket.socket())
+                try:
+                    probe.bind(("127.0.0.1", first + index if first else 0))
+                except OSError:
+                    break
+                first = first or int(probe.getsockname()[1])
+            else:
+                return first
 
 
 class Mesh:
@@ -36,7 +47,7 @@ class Mesh:
     def __init__(
         self, model: Path | None = None, *, experts: int = 2, routers: int = 1, **settings: Any
     ) -> None:
-        self.port = free_port()
+        self.port = free_port(int(settings.get("mesh__gateways", 1)))
         self.url = f"http://127.0.0.1:{self.port}"
         self._home = tempfile.TemporaryDirectory(prefix="moemesh-test-")
         self.run_dir = Path(self._home.name) / "run"

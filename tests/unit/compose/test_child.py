@@ -1,4 +1,5 @@
 import asyncio
+import os
 import signal
 import sys
 
@@ -13,8 +14,8 @@ DEADLINE_S = 20
 
 @pytest.fixture
 def make(tmp_path):
-    def child(code: str, lines: list[bytes] | None = None) -> Child:
-        spec = ProcessSpec("x", "planner", (sys.executable, "-u", "-c", code))
+    def child(code: str, lines: list[bytes] | None = None, inherits: tuple[int, ...] = ()) -> Child:
+        spec = ProcessSpec("x", "planner", (sys.executable, "-u", "-c", code), inherits)
         log = LogFile(tmp_path / "x.log")
         return Child(spec, log, (lines if lines is not None else []).append)
 
@@ -58,7 +59,7 @@ def test_a_child_that_obeys_is_stopped_gently(make):
     async def main():
         said = Said()
         child = make("import signal, sys\n"
-                     "signal.signal(signal.SIGTERM, lambda *a: sys.exit(0))\n"
+                     "signal.signal(signal.SIGINT, lambda *a: sys.exit(0))\n"
                      "print('up'); signal.pause()", said)  # fmt: skip
         running = asyncio.ensure_future(life(child))
         await said.wait()
@@ -73,7 +74,7 @@ def test_a_child_that_does_not_obey_is_killed(make):
     async def main():
         said = Said()
         child = make("import signal\n"
-                     "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+                     "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
                      "print('up')\nwhile True: signal.pause()", said)  # fmt: skip
         running = asyncio.ensure_future(life(child))
         await said.wait()
@@ -91,7 +92,26 @@ def test_a_stop_before_the_process_exists_still_stops_it(make):
         assert await stopped
         return await running
 
-    assert run(main) == -signal.SIGTERM
+    assert run(main) == -signal.SIGINT
+
+
+def test_a_child_that_is_to_leave_gets_another_signal_and_what_it_inherits(make):
+    async def main():
+        said = Said()
+        reader, writer = os.pipe()
+        child = make("import os, signal, sys\n"
+                     "signal.signal(signal.SIGTERM, lambda *a: sys.exit(7))\n"
+                     f"os.write({writer}, b'open')\n"
+                     "print('up'); signal.pause()", said, inherits=(writer,))  # fmt: skip
+        running = asyncio.ensure_future(life(child))
+        await said.wait()
+        assert os.read(reader, 9) == b"open"
+        os.close(reader)
+        os.close(writer)
+        assert await child.leave(limit_s=DEADLINE_S)
+        return await running
+
+    assert run(main) == 7
 
 
 def test_a_cancelled_run_leaves_no_process(make):

@@ -22,7 +22,7 @@ import os, signal, sys
 def stop(*_):
     with open({journal!r}, "a") as f: f.write({name!r} + "\\n")
     sys.exit(0)
-signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
 print('{{"level": "error", "event": "up.{name}"}}', flush=True)
 while True: signal.pause()
 """
@@ -48,6 +48,13 @@ class Screen:
             await self.changed.wait()
 
 
+class NoFleet:
+    """Nobody gives orders here."""
+
+    def __init__(self, crew, planner):
+        pass
+
+
 @pytest.fixture
 def journal(tmp_path):
     return tmp_path / "journal"
@@ -67,7 +74,9 @@ def launch(tmp_path, specs, scenario, **options):
         screen = Screen()
         with LauncherConsole(Console(file=screen, width=300)) as console:
             settings = Settings(mesh=MeshSettings(run_dir=str(run_dir)))
-            launcher = Launcher(settings, specs, run_dir, console, model="m", **options)
+            launcher = Launcher(
+                settings, specs, run_dir, console, model="m", fleet_of=NoFleet, **options
+            )
             async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
                 code = group.create_task(launcher.run())
                 group.create_task(scenario(screen))
@@ -168,7 +177,7 @@ def test_a_mesh_that_does_not_get_ready_in_time_is_stopped(tmp_path, journal):
 
 def test_a_second_signal_kills_at_once(tmp_path):
     stubborn = (
-        "import signal; signal.signal(signal.SIGTERM, lambda *a: print("
+        "import signal; signal.signal(signal.SIGINT, lambda *a: print("
         '\'{"level":"error","event":"ignored"}\', flush=True))\n'
         'print(\'{"level":"error","event":"up"}\', flush=True)\nwhile True: signal.pause()'
     )

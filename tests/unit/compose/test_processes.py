@@ -2,13 +2,17 @@ from pathlib import Path
 
 import msgspec
 
-from compose.processes import STOP_ORDER, compose, endpoints
+from compose.processes import STOP_ORDER, Recipe, endpoints, member_index
 from mesh.settings import GatewaySettings, MeshSettings, Settings
 
 
-def specs(settings: Settings, **keywords):
+def recipe(settings: Settings, **keywords):
     keywords = {"config": None, "overrides": {}, "python": "py", "parent_pid": 7} | keywords
-    return compose(settings, **keywords)
+    return Recipe(settings, **keywords)
+
+
+def specs(settings: Settings, **keywords):
+    return recipe(settings, **keywords).specs()
 
 
 def test_default_mesh_is_one_planner_one_router_two_experts_one_gateway():
@@ -38,6 +42,21 @@ def test_flags_are_passed_on_and_each_gateway_gets_a_port_of_its_own():
     assert "gateway.port=9002" in by_id["gateway-2"]
     assert "gateway.port=9000" not in by_id["gateway-2"]
     assert "gateway.port=9000" in by_id["planner"]
+
+
+def test_a_gateway_that_stands_in_has_the_port_and_the_socket_of_another():
+    settings = Settings(mesh=MeshSettings(gateways=2), gateway=GatewaySettings(port=9000))
+    spare = recipe(settings).spec("gateway", 2, shares=1, listen_fd=5)
+    assert (spare.id, spare.inherits) == ("gateway-2", (5,))
+    assert "gateway.port=9001" in spare.argv
+    assert spare.argv[spare.argv.index("--listen-fd") + 1] == "5"
+
+
+def test_a_planner_started_after_a_change_of_scale_waits_for_as_many_workers():
+    changed = recipe(Settings())
+    changed.counts["expert"] = 5
+    assert "mesh.experts=5" in changed.spec("planner", 0).argv
+    assert member_index(changed.spec("expert", 12).id) == 12
 
 
 def test_urls_name_an_address_that_a_client_on_this_host_reaches():

@@ -210,7 +210,7 @@ def test_a_stream_that_outlasts_the_grace_ends_with_an_error(own_mesh):
     results = {}
     thread = ask(own_mesh, results)
     wait_until(lambda: results.get("so far"), "the first tokens")
-    own_mesh.gateway.send_signal(signal.SIGTERM)
+    own_mesh.gateway.send_signal(signal.SIGINT)
     assert own_mesh.gateway.wait(DEADLINE_S) == 0
     thread.join(DEADLINE_S)
     assert "stopping" in results["error"].message

@@ -96,6 +96,10 @@ GOLDEN: dict[str, tuple[object, bytes]] = {
         m.GetStatus(),
         b"\x81\xa4type\xa9GetStatus",
     ),
+    "Drain": (
+        m.Drain(member="expert-0", undo=True),
+        b"\x83\xa4type\xa5Drain\xa6member\xa8expert-0\xa4undo\xc3",
+    ),
     "Welcome": (
         m.Welcome(protocol=1, heartbeat_ms=500, broadcast="ipc:///run/broadcast.sock"),
         (

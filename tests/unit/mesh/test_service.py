@@ -153,12 +153,47 @@ def test_an_id_runs_once(start) -> None:
 def test_a_second_signal_ends_a_service_that_does_not_stop(start) -> None:
     service = start("async def main(ctx):\n  ctx.ready()\n  await asyncio.Event().wait()")
     service.wait_for("service.ready")
-    service.process.send_signal(signal.SIGTERM)
+    service.process.send_signal(signal.SIGINT)
     service.wait_for("service.stopping")
     assert service.process.poll() is None
-    service.process.send_signal(signal.SIGTERM)
+    service.process.send_signal(signal.SIGINT)
     service.wait_for("service.stop_forced")
     assert service.end()[0] == 1
+
+
+DRAIN = """
+async def main(ctx):
+    async def drained():
+        ctx.log.info("draining")
+        await asyncio.Event().wait()
+    ctx.ready()
+    await ctx.stopping.wait()
+    await ctx.until_drained({drained})
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "drained", "signals", "outcome"),
+    [
+        (1000, "asyncio.sleep(0)", [signal.SIGTERM], "service.drained"),
+        (0.1, "drained()", [signal.SIGTERM], "service.not_drained"),
+        (1000, "drained()", [signal.SIGTERM, signal.SIGINT], "service.stopped"),
+        (1000, "drained()", [signal.SIGTERM, signal.SIGTERM], "service.stopped"),
+        (1000, "drained()", [signal.SIGINT], "service.stopped"),
+    ],
+)
+def test_sigterm_lets_a_service_drain_within_its_time_and_sigint_does_not(
+    start, limit_s: float, drained: str, signals: list[signal.Signals], outcome: str
+) -> None:
+    code = "import asyncio\n" + DRAIN.format(drained=drained)
+    service = start(code, "--set", f"mesh.drain_timeout_s={limit_s}")
+    service.wait_for("service.ready")
+    service.process.send_signal(signals[0])
+    if len(signals) > 1:
+        service.wait_for("draining")
+        service.process.send_signal(signals[1])
+    service.wait_for(outcome)
+    assert service.end()[0] == 0
 
 
 def test_a_service_that_crashed_does_not_hang_on_its_threads(start) -> None:
