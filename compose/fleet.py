@@ -30,7 +30,7 @@ SCALED: tuple[ServiceRole, ...] = ("expert", "router", "gateway")
 """Roles of which there may be several, in the order in which they grow and are started again."""
 _LOOK_S = 0.2
 _ANSWER_S = 2.0
-_STUCK_S = 120.0
+_STUCK_S = 300.0
 """An order fails when what it waits for has not got on for so long."""
 _SHARING = frozenset({"first", "repair", "join", "drain"})
 """Moves that follow from who is there, as ``Status.moving`` names them."""

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -145,7 +146,8 @@ class Launcher:
             if member is None or member.pid != pid:
                 found[id_] = "starting"
             elif member.state not in _SERVES:
-                found[id_] = member.state
+                # In coarse steps: it is said with each change.
+                found[id_] = f"{member.state} {int(member.progress * 20) * 5} %"
         return found
 
     def hire(self, spec: ProcessSpec) -> None:
@@ -197,7 +199,15 @@ class Launcher:
                     self._console.progress(text)
                     say(text)
 
-                await fleet.carry_out(order, both)
+                try:
+                    await fleet.carry_out(order, both)
+                except OrderFailed as error:
+                    self._console.progress(f"given up: {error}")
+                    raise
+                except Exception as error:
+                    # A bug costs the order, not the mesh.
+                    self._console.progress(traceback.format_exc())
+                    raise OrderFailed(f"{type(error).__name__}: {error}") from error
 
             await ControlServer(net, self._settings, carry_out).run()
         finally:

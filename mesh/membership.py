@@ -12,7 +12,7 @@ The states and who decides them::
     joining, loading, ready, draining    the member's own word
     suspect     silent for suspect_after, or its connection closed; any word from it refutes this
     dead        silent for dead_after, or not back within reconnect of a closed connection,
-                or another process took its id; final for this incarnation
+                or its process ended, or another took its id; final for this incarnation
     left        it said Goodbye; final for this incarnation
 
 An *incarnation* is the start time of a process. One that is dead or has left is fenced: nothing it
@@ -125,10 +125,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Disconnected(msgspec.Struct, frozen=True):
-    """The connection over which the member spoke last has closed."""
+    """The connection over which the member spoke last has closed. ``ended``: so has its process,
+    for certain.
+    """
 
     id: str
     incarnation: int
+    ended: bool = False
 
 
 class Tick(msgspec.Struct, frozen=True):
@@ -315,6 +318,8 @@ def _disconnected(membership: Membership, event: Disconnected, now_s: float) -> 
     known = membership.records.get(event.id)
     if known is None or known.hello.incarnation != event.incarnation or known.state in FINAL:
         return membership, ()
+    if event.ended:
+        return _end(membership, known, "dead", "its process ended", now_s)
     record = msgspec.structs.replace(known, state="suspect", closed_s=now_s)
     return _with(membership, record), _changes(known, record)
 

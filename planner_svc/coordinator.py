@@ -185,13 +185,13 @@ class Coordinator:
             effects.append(Send(peer, self.view))
         return effects
 
-    def closed(self, peer: bytes, now: float) -> list[Effect]:
-        """The connection of ``peer`` is gone."""
+    def closed(self, peer: bytes, now: float, *, ended: bool = False) -> list[Effect]:
+        """The connection of ``peer`` is gone. ``ended``: its process is too."""
         hello = self._members.pop(peer, None)
         if hello is None or self._peers.get(hello.id) != peer:
             return []
         del self._peers[hello.id]
-        gone = Disconnected(hello.id, hello.incarnation)
+        gone = Disconnected(hello.id, hello.incarnation, ended)
         return self._step(gone, now, peer) + self._settle(now)
 
     def tick(self, now: float) -> list[Effect]:
@@ -215,6 +215,10 @@ class Coordinator:
         return effects + self._settle(now)
 
     # -------------------------------------------------------------- questions
+
+    def member_at(self, peer: bytes) -> Hello | None:
+        """What the member said of itself who speaks on that connection."""
+        return self._members.get(peer)
 
     def status(self, now: float) -> Status:
         """What ``moemesh status`` shows: unlike a ``View``, with the newest loads."""

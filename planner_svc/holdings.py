@@ -36,8 +36,7 @@ class Holdings:
     def joined(self, rank: str, offered: int, bundles: str, *, restore: bool) -> None:
         """A new process; ``restore``: it is to take the slots again that its forerunner had."""
         self.ranks[rank] = RankState(self._moe_layers, offered, bundles)
-        slots = self.promised.get(rank)
-        if slots is not None and offered != UNLIMITED and len(slots[0]) > offered:
+        if self._too_small(rank):
             self.lost.add(rank)
         elif restore:
             self.lost.discard(rank)
@@ -68,6 +67,11 @@ class Holdings:
         self.promised = layout_of(placement)
         self.lost = set(lost) & self.promised.keys()
         self._kept = None
+
+    def learn(self, placement: Placement) -> None:
+        """``placement`` was in force when this planner came."""
+        self.commit(placement)
+        self.lost = set(filter(self._too_small, self.ranks))
 
     def tell(
         self,
@@ -148,6 +152,11 @@ class Holdings:
                 ), f"{rank} is believed to hold what it was told to give up"
 
     # -------------------------------------------------------------- inside
+
+    def _too_small(self, rank: str) -> bool:
+        """Whether a live rank offers fewer slots than it is promised to have."""
+        slots, offered = self.promised.get(rank), self.ranks[rank].offered
+        return slots is not None and offered != UNLIMITED and len(slots[0]) > offered
 
     def _standing(self, rank: str, slots: Slots) -> Slots:
         state = self.ranks.get(rank)

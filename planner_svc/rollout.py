@@ -181,9 +181,12 @@ class Rollout:
         """A member knows ``placement``: the newest one survives the planner that made it."""
         if not fits(placement, self.shape):
             return
+        stored = self._urgent.stored
+        if stored is not None and stored.epoch > placement.epoch:
+            placement = stored  # kept before anyone was told of it, and maybe nobody was
         self.saw_epoch(placement.epoch)
         if self.committed is None or placement.epoch > self.committed.epoch:
-            self._held.commit(placement)
+            self._held.learn(placement)
             self._runner.end()
             self._goal = None
             self._adopted = True
@@ -220,7 +223,7 @@ class Rollout:
         """Stop moving to the target of ``move_to``; what is committed stays."""
         if self._goal is None or not self._goal.asked:
             return
-        self._goal = None
+        self._goal = self._shared_among = None
         wave = self._runner.wave
         if wave is not None and wave.phase == "loading" and not wave.urgent:
             self._runner.end()
@@ -359,11 +362,13 @@ class Rollout:
 
     def _cancel(self, reason: str) -> None:
         """Something more important came: whoever asked may ask anew, shares are made anew."""
-        goal, self._goal = self._goal, None
-        if goal is not None and goal.asked:
+        if (goal := self._goal) is None:
+            return
+        self._goal = self._shared_among = None
+        if goal.asked:
             self._runner.effects.append(Failed(reason, (), None))
-        elif goal is not None:
-            self._unfinished, self._shared_among = True, None
+        else:
+            self._unfinished = True
 
     def _set_back(self, loads: Sequence[Load], words: tuple[str, ...], now: float) -> None:
         goal = self._goal
@@ -384,6 +389,8 @@ class Rollout:
     def _give_up(self, reason: str, words: tuple[str, ...]) -> None:
         goal, self._goal = self._goal, None
         assert goal is not None
+        if goal.asked:
+            self._shared_among = None  # ranks that joined or drain were to be served by it too
         self._report(goal, reason, words, None)
         self._runner.alarms["target"] = f"gave up moving experts ({goal.why}): {reason}"
 

@@ -10,6 +10,7 @@ from mesh.links import Publisher, ServerLink
 from mesh.membership import Rules
 from mesh.messages import FromPlanner, Member, Placement, Refused, ToPlanner, View
 from mesh.metrics import export_link
+from mesh.processes import has_ended
 from mesh.rundir import RunDirError, broadcast_address, planner_address, state_dir
 from mesh.service import CannotServe, Context
 from mesh.supervise import Supervisor
@@ -94,7 +95,10 @@ class Planner:
             self._carry_out(self._coordinator.thought(thought, now - began, now))
 
     def _lost(self, peer: bytes) -> None:
-        self._carry_out(self._coordinator.closed(peer, time.monotonic()))
+        # Nobody needs to wait for a process to come back that has ended on this host.
+        member = self._coordinator.member_at(peer)
+        ended = member is not None and member.host == self._ctx.host and has_ended(member.pid)
+        self._carry_out(self._coordinator.closed(peer, time.monotonic(), ended=ended))
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:

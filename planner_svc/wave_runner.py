@@ -249,9 +249,10 @@ class WaveRunner:
         for rank, state in self._held.ranks.items():
             if state.answered and state.command is not None:
                 for told, kept in zip(state.command.slots, self._kept_by(rank), strict=True):
-                    assert all(expert in (EMPTY, told[at]) for at, expert in enumerate(kept)), (
-                        f"{rank} was told to give up what it is promised to hold"
-                    )
+                    for at, expert in enumerate(kept):
+                        assert expert == EMPTY or told[at : at + 1] == (expert,), (
+                            f"{rank} was told to give up what it is promised to hold"
+                        )
         if (wave := self.wave) is None:
             return
         assert wave.epoch <= self.newest_epoch

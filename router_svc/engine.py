@@ -427,7 +427,8 @@ class Engine:
 
     def _pump(self) -> None:
         """Let tickets take what has arrived, and follow changes of the mesh meanwhile."""
-        lost, hung = self._experts.pump(), self._experts.overdue()
+        lost = self._experts.pump()
+        hung, slow = self._experts.overdue()
         if lost or hung:
             for lane in lost:
                 self._log.warning("lane.lost", peer=lane.peer, reason=lane.reason)
@@ -436,6 +437,8 @@ class Engine:
                 self._log.error("worker.hung", peer=peer, reason="it does not answer its parts")
                 self._lanes.hung(peer)
             self._route([*(lane.peer for lane in lost), *hung])
+        for peer in slow:
+            self._log.warning("worker.slow", peer=peer, reason="what others serve goes to them")
         if self._new_view is not None:
             self._take_view()
 

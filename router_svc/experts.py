@@ -6,6 +6,9 @@ full ring, or parked because nobody serves its experts; it comes back as an answ
 again when its lane dies, the worker is found hung, or it answers ``STALE``. The ticket keeps the
 layer's input until then, so nothing is lost with a lane.
 
+A worker that is slow to answer is gone round until it does: what others serve too goes to them. It
+may be hung, which takes seconds to be sure of; a part that is computed twice costs little.
+
 An answer stays in its ring slot until its ticket is combined or abandoned, or the slot is needed:
 then it is copied out. So a full ring always waits for the worker, never for this router.
 
@@ -37,6 +40,13 @@ about to finish loading what it was told to."""
 
 _LOOKS = 8
 """How often overdue parts are looked for within the time a worker may take."""
+
+_SLOW_S = 1.0
+_SLOW_FACTOR = 4
+"""A worker is slow that takes this long for a part, and so many times as long as the longest that
+any took lately."""
+_FORGETS = 0.99
+"""How much of that longest time is left after another answer."""
 
 
 class MicroBatchExperts:
@@ -82,12 +92,17 @@ class MeshExperts:
         self._exact = exact
         self._timeout_s = timeout_s
         self._answer_timeout_s = answer_timeout_s
+        self._look_s = min(answer_timeout_s, _SLOW_S) / _LOOKS
         self._look_at = 0.0  # when to look for overdue parts again
+        self._longest_s = 0.0  # time that a part has taken lately
         self._clock = clock
         self._times = times
         self.counts = Counts(len(moe_layers), num_experts)
         """Tokens routed to each expert since start."""
         self._routes = no_routes(moe_layers, self.counts, capacity_tokens)
+        self._serving: Collection[str] = ()
+        self._coming: Collection[str] = ()
+        self._slow: dict[str, float] = {}  # rank that is gone round -> since when it owes an answer
         self._in_flight: dict[str, dict[int, Piece]] = {}
         self._queued: dict[str, deque[Piece]] = {}
         self._holding: dict[int, Piece] = {}  # by the answer's ticket: in a ring slot still
@@ -126,21 +141,27 @@ class MeshExperts:
         # Time counts only while nobody is about to serve them.
         now = self._clock()
         parked = [replace(i, since=now) if self._will_be_served(i) else i for i in self._parked]
+        self._serving, self._coming = serving, coming
+        self._set_routes(placement)
+        self._parked = []
+        for item in parked:
+            self._send_parked(item)
+
+    def _set_routes(self, placement: Placement) -> None:
         self._routes = RouteTable(
             placement,
-            serving,
-            coming,
+            self._serving,
+            self._coming,
+            self._slow,
             counts=self.counts,
             capacity_tokens=self._capacity_tokens,
             choice=self._replica_choice,
             before=self._routes,
         )
-        self._parked = []
-        for item in parked:
-            self._send_parked(item)
 
     def lane_lost(self, peer: str) -> None:
         """Route everything again that was under way to ``peer``. Call ``route_by`` first."""
+        self._slow.pop(peer, None)
         pieces = [*self._in_flight.pop(peer, {}).values(), *self._queued.pop(peer, ())]
         for piece in pieces:
             self._send_again(piece)
@@ -187,26 +208,61 @@ class MeshExperts:
             self._retry_parked()
         return self._plane.lost()
 
-    def overdue(self) -> list[str]:
-        """Peers that have had a part for longer than ``answer_timeout_s``: their compute thread
-        hangs, whatever their heartbeats say. Call after ``pump``; treat them as lost lanes.
+    def overdue(self) -> tuple[list[str], list[str]]:
+        """Peers whose compute thread hangs, whatever their heartbeats say: they have had a part for
+        longer than ``answer_timeout_s``. And those newly found slow: they get nothing more that
+        others serve until they answer, and what they have of that kind is on its way to others.
+        Call after ``pump``; treat the former as lost lanes.
         """
         now = self._clock()
         if now < self._look_at:
-            return []
-        self._look_at = now + self._answer_timeout_s / _LOOKS
-        latest = now - self._answer_timeout_s
-        return [
-            peer
+            return [], []
+        self._look_at = now + self._look_s
+        owing = self._owing()
+        hung = [peer for peer, since in owing.items() if now - since >= self._answer_timeout_s]
+        patience_s = max(_SLOW_S, _SLOW_FACTOR * self._longest_s)
+        slow = [p for p, at in owing.items() if now - at >= patience_s and p not in self._slow]
+        if slow:
+            self._slow |= {peer: owing[peer] for peer in slow}
+            self._set_routes(self._routes.placement)
+            for peer in slow:
+                self._send_round(peer)
+        return hung, slow
+
+    def _send_round(self, peer: str) -> None:
+        """Send a slow worker's pieces again, as far as others serve them."""
+        in_flight = self._in_flight.get(peer, {}).items()
+        self._in_flight[peer] = {n: p for n, p in in_flight if not self._sent_elsewhere(p)}
+        queued = [p for p in self._queued.pop(peer, ()) if not self._sent_elsewhere(p)]
+        if queued:
+            self._queued[peer] = deque(queued)
+
+    def _owing(self) -> dict[str, float]:
+        """Since when peers owe an answer to a part, whether that has been sent again or not."""
+        oldest = {  # the oldest is first
+            peer: next(iter(pieces.values())).sent_at
             for peer, pieces in self._in_flight.items()
-            if pieces and next(iter(pieces.values())).sent_at <= latest  # the oldest is first
-        ]
+            if pieces
+        }
+        return oldest | self._slow
+
+    def _sent_elsewhere(self, piece: Piece) -> bool:
+        """Send a slow worker's piece again if others serve all of it; False if not."""
+        ticket = piece.ticket
+        if ticket.error is not None or not self._routes.goes_round(
+            ticket.layer, piece.part.pair_expert.tolist()
+        ):
+            return False
+        self.tally.resent += piece.pairs.size
+        self._withdraw(piece)
+        self._send_pairs(ticket, piece.pairs, piece.since)
+        return True
 
     def next_retry_s(self, most_s: float) -> float:
         """Seconds until ``pump`` or ``overdue`` has something to do by itself, at most
         ``most_s``.
         """
-        most_s = min(most_s, self._answer_timeout_s / _LOOKS)
+        most_s = min(most_s, self._look_s)
         if not self._parked:
             return most_s
         due = min(min(item.retry_at, item.since + self._timeout_s) for item in self._parked)
@@ -329,10 +385,14 @@ class MeshExperts:
         return False
 
     def _take(self, answer: Answer) -> None:
+        if self._slow and self._slow.pop(answer.peer, None) is not None:
+            self._set_routes(self._routes.placement)
         piece = self._in_flight.get(answer.peer, {}).pop(answer.ticket, None)
         if piece is None:  # sent again since: its lane was given up
             self._plane.release(answer)
             return
+        took_s = self._clock() - piece.sent_at
+        self._longest_s = max(took_s, self._longest_s * _FORGETS)
         ticket = piece.ticket
         if ticket.error is not None:
             self._plane.release(answer)

@@ -22,8 +22,8 @@ _Mask = npt.NDArray[np.bool_]
 
 class RouteTable:
     """The routes of one placement while ``serving`` ranks are. ``coming`` ranks are about to
-    serve. ``before`` is the table that this one replaces: what its ranks were sent lately counts
-    on.
+    serve. ``slow`` ones get only what nobody else serves. ``before`` is the table that this one
+    replaces: what its ranks were sent lately counts on.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class RouteTable:
         placement: Placement,
         serving: Collection[str],
         coming: Collection[str] = (),
+        slow: Collection[str] = (),
         *,
         counts: Counts,
         capacity_tokens: int,
@@ -43,15 +44,22 @@ class RouteTable:
         self.unserved: dict[int, tuple[int, ...]] = {}
         """MoE layer -> experts that no serving rank holds, for layers that have such."""
         self._coming: dict[int, frozenset[int]] = {}
+        self._slow: dict[int, frozenset[int]] = {}  # experts that only slow ranks serve
         slots = np.array(placement.slots_per_rank, dtype=np.int32)
         rank = np.repeat(np.arange(len(slots), dtype=np.int32), slots)  # [physical slots]
         local = np.concatenate([np.arange(n, dtype=np.int32) for n in (0, *slots)])
         up = np.array([name in serving for name in self.ranks], dtype=np.bool_)[rank]
+        late = up & np.array([name in slow for name in self.ranks], dtype=np.bool_)[rank]
         soon = np.array([name in coming for name in self.ranks], dtype=np.bool_)[rank]
         layers = []
         for layer, row in zip(placement.moe_layers, placement.physical_to_logical, strict=True):
             experts = np.array(row, dtype=np.int32)  # [physical slots]
-            places = _places(experts, rank, local, up, placement.num_experts)
+            used = up
+            if late.any():
+                alone = late & ~np.isin(experts, experts[up & ~late])
+                used = up & ~late | alone
+                self._slow[layer] = frozenset(experts[alone].tolist())
+            places = _places(experts, rank, local, used, placement.num_experts)
             layers.append(places)
             missing = tuple(np.flatnonzero(np.diff(places.first) == 0).tolist())
             if missing:
@@ -76,6 +84,11 @@ class RouteTable:
     def will_serve(self, layer: int, experts: Iterable[int]) -> bool:
         """Whether all these experts, which nobody serves now, have a rank that is about to."""
         return self._coming.get(layer, frozenset()).issuperset(experts)
+
+    def goes_round(self, layer: int, experts: Iterable[int]) -> bool:
+        """Whether ranks that are not slow serve all these experts."""
+        stuck = self._slow.get(layer, frozenset()).union(self.unserved.get(layer, ()))
+        return stuck.isdisjoint(experts)
 
     def route(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 from ep_kernels.packed import Kind, PackedLinear, pack_linear
-from ep_kernels.rows import RmsNorm
+from ep_kernels.rows import LatentRows
 
 from moe_model.architecture import MlaSpec, RopeSpec
 from moe_model.attention.absorb import (
@@ -95,11 +95,7 @@ class LatentAttention:
             heads=1, key_dim=spec.cache_width, value_dim=spec.kv_lora_rank, value_offset=0
         )
         matrices = read_matrices(spec, rope, weights)
-        q_norm, kv_norm = weights.get("q_a_norm"), weights["kv_a_norm"]
-        eps = spec.latent_norm_eps
         folded = folds(spec, hidden)
-        self._q_norm = None if q_norm is None else RmsNorm(q_norm, eps)
-        self._kv_norm = RmsNorm(kv_norm, eps)
         q, out = matrices.q.flatten(0, 1), weights["o"]
         self._kv_up: PackedLinear | None = None
         self._absorption: Absorption
@@ -120,18 +116,23 @@ class LatentAttention:
             self._q_b = pack_linear(q, kind, exact=exact)
             first = weights["q_a"]
         self._a = _first_linear(first, weights.get("q_a_bias"), matrices, kind, exact)
-        self._a_widths = [first.shape[0], spec.kv_lora_rank, spec.qk_rope_head_dim]
+        self._rows = LatentRows(
+            weights.get("q_a_norm"),
+            weights["kv_a_norm"],
+            spec.latent_norm_eps,
+            query=first.shape[0],
+            heads=self._heads,
+            rotary=spec.qk_rope_head_dim,
+        )
 
     def __call__(self, x: torch.Tensor, plan: StepPlan, cache: KVCache, layer: int) -> torch.Tensor:
         """``x [n, hidden]`` (normed) -> ``[n, hidden]``; writes the step's rows to the cache."""
-        q, latent, key = self._a(x).split_with_sizes(self._a_widths, 1)
-        key.view(torch.complex64).mul_(plan.key_turn)
-        row = torch.cat((self._kv_norm(latent), key), 1)  # [n, latent + rotary]
-        cache.layers[layer].index_copy_(0, plan.cache_rows, row)
-        if self._q_b is not None and self._q_norm is not None:
-            q = self._q_b(self._q_norm(q))
+        query_turn = plan.query_turn
+        q = self._rows(self._a(x), query_turn, plan.key_turn, cache.layers[layer], plan.cache_rows)
+        if self._q_b is not None:
+            q = self._q_b(q)
+            self._rows.turn(q, query_turn)
         q = q.view(plan.num_tokens, self._heads, -1)  # [n, heads, query head]
-        q.view(torch.complex64).mul_(plan.query_turn)
 
         if plan.kept_rows is None:
             return self._o(self._attend(q, plan.parts, cache, layer))

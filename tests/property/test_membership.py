@@ -102,12 +102,13 @@ class MembershipMachine(RuleBasedStateMachine):
         if live:
             assert self.shown[id_] == (incarnation, "left")
 
-    @rule(id_=IDS, incarnation=INCARNATIONS)
-    def disconnected(self, id_: str, incarnation: int) -> None:
+    @rule(id_=IDS, incarnation=INCARNATIONS, ended=st.booleans())
+    def disconnected(self, id_: str, incarnation: int, *, ended: bool) -> None:
         live = self._current(id_, incarnation) and self.shown[id_][1] not in FINAL
         before = self.shown.get(id_)
-        self._on(Disconnected(id_, incarnation))
-        assert self.shown.get(id_) == ((incarnation, "suspect") if live else before)
+        self._on(Disconnected(id_, incarnation, ended))
+        after = (incarnation, "dead" if ended else "suspect")
+        assert self.shown.get(id_) == (after if live else before)
 
     @rule(ticks=st.integers(1, 12))
     def time_passes(self, ticks: int) -> None:

@@ -8,7 +8,7 @@ that reached them. The planner restarts with what it wrote to disk and what memb
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 from hypothesis import assume, settings
@@ -27,8 +27,8 @@ from planner_svc.moves import Assign, Commit, Done, Failed, ModelShape, RolloutR
 from planner_svc.policies.problem import PlanError
 from planner_svc.rollout import Rollout
 from planner_svc.waves import layout_of, wants_of
+from tests.support.workers import EXPERTS, LAYERS, Worker
 
-LAYERS, EXPERTS = (3, 7), 5
 SHAPE = ModelShape(moe_layers=LAYERS, num_experts=EXPERTS)
 RANKS = ("e0", "e1", "e2", "e3")
 ROUTERS = ("r0", "r1")
@@ -38,46 +38,6 @@ CALM_S = 300.0
 
 Event = tuple[str, str, int, object]
 """(kind, member, its incarnation, content) on its way to the planner."""
-
-
-@dataclass
-class Worker:
-    incarnation: int
-    offered: int
-    slots: list[list[int]] = field(default_factory=lambda: [[] for _ in LAYERS])
-    """What it holds."""
-    command: AssignSlots | None = None
-    failed: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(layer, slot) that could not be filled for this command -> expert."""
-    refused: bool = False
-    ready: bool = False
-    draining: bool = False
-    known: Placement | None = None
-    """Newest placement that it heard of."""
-    acknowledged_since: int = -1
-    """Start of the planner that heard its first acknowledgement."""
-
-    def take(self, command: AssignSlots) -> None:
-        if self.command is not None and command.command < self.command.command:
-            return
-        if self.command is None or command.command != self.command.command:
-            self.failed.clear()
-            self.refused = False
-        self.command = command
-        for layer, row in enumerate(command.slots):
-            held = self.slots[layer]
-            self.slots[layer] = [
-                expert if held[at : at + 1] == [expert] else EMPTY for at, expert in enumerate(row)
-            ]
-
-    def lacking(self) -> list[tuple[int, int, int]]:
-        assert self.command is not None
-        return [
-            (layer, slot, expert)
-            for layer, row in enumerate(self.command.slots)
-            for slot, expert in enumerate(row)
-            if self.slots[layer][slot] != expert and (layer, slot) not in self.failed
-        ]
 
 
 @dataclass
@@ -102,7 +62,9 @@ class RolloutMachine(RuleBasedStateMachine):
         self.to_planner: list[Event] = []
         self.to_workers: list[tuple[str, int, AssignSlots]] = []
         self.broadcast: Placement | None = None
-        self.highest_epoch = 0
+        self.heard_epoch = 0
+        """The highest that the planner can know of."""
+        self.history: list[Placement] = []
         self.undisturbed = True
         """No process has died and no load has failed yet."""
         self.asked: Target | None = None
@@ -149,9 +111,10 @@ class RolloutMachine(RuleBasedStateMachine):
                     self.check_command(rank, command)
                     self.to_workers.append((rank, self.workers[rank].incarnation, command))
                 case Commit(placement=placement):
-                    again = placement == self.stored or placement.epoch == self.highest_epoch
-                    assert placement.epoch > self.highest_epoch or again
-                    self.highest_epoch = max(self.highest_epoch, placement.epoch)
+                    # What was in force already may be taken up again by a new planner.
+                    assert placement.epoch > self.heard_epoch or placement in self.history
+                    self.heard_epoch = max(self.heard_epoch, placement.epoch)
+                    self.history.append(placement)
                     self.stored = self.broadcast = placement
                 case Failed(retry_in_s=None):
                     self.asked = None
@@ -193,6 +156,7 @@ class RolloutMachine(RuleBasedStateMachine):
         match kind:
             case "hello":
                 if isinstance(content, Placement):
+                    self.heard_epoch = max(self.heard_epoch, content.epoch)
                     self.planner.learned(content)
                 if isinstance(member, Worker):
                     self.planner.joined(name, member.offered, f"tcp://{name}", self.now)
@@ -207,6 +171,7 @@ class RolloutMachine(RuleBasedStateMachine):
                 self.planner.acknowledged(content, self.now)
             case "epoch":
                 assert isinstance(content, int)
+                self.heard_epoch = max(self.heard_epoch, content)
                 self.planner.saw_epoch(content)
                 self.planner.router_at(name, content)
         self.carry_out()
@@ -250,16 +215,20 @@ class RolloutMachine(RuleBasedStateMachine):
             self.workers[name].draining = True
             self.post(("draining", name, self.workers[name].incarnation, None))
 
+    @rule(name=st.sampled_from(RANKS))
+    def administrator_keeps_worker(self, name: str) -> None:
+        if name in self.workers:
+            self.workers[name].draining = False
+            self.to_planner[:] = [e for e in self.to_planner if e[:2] != ("draining", name)]
+            self.planner.stay(name)
+            self.carry_out()
+
     @rule(file_lost=st.booleans(), hellos=st.booleans())
     def planner_restarts(self, *, file_lost: bool, hellos: bool) -> None:
         self.undisturbed = False
         if file_lost:
             self.stored = None
-            members = [*self.workers.values(), *self.routers.values()]
-            known = [worker.known for worker in self.workers.values()]
-            known += [router.placement for router in self.routers.values()]
-            assert members or not known
-            self.highest_epoch = max((p.epoch for p in known if p is not None), default=0)
+            self.heard_epoch = 0
         self.to_planner.clear()
         self.broadcast = self.asked = None
         self.planner = self.start()

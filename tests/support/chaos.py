@@ -7,7 +7,6 @@ its processes through ``/proc``.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import http.client
 import os
 import random
@@ -17,6 +16,8 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+import psutil
 
 from mesh.admin import PlannerAway, PlannerDesk, PlannerRefused
 from mesh.links import Net
@@ -34,6 +35,9 @@ BACK_S = 15.0
 need that long to start a few processes."""
 BACK_DEADLINE_S = 90.0
 _LOOK_S = 0.1
+GROWTH = 1.05
+"""Of a process's memory, that is taken for settling and not for a leak."""
+_LANE = "memfd:moemesh"
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,42 @@ class Chaos:
             time.sleep(_LOOK_S)
         return time.monotonic() - began
 
+    def wait_idle(self, deadline_s: float = 30.0) -> None:
+        """Until no router holds anything of a request: sequences, KV blocks, lane slots."""
+        end = time.monotonic() + deadline_s
+        while True:
+            members = self.members().values()
+            loads = {m.id: m.load for m in members if m.role == "router" and m.state == "ready"}
+            held = {
+                id_: load
+                for id_, load in loads.items()
+                if load is None
+                or load.running + load.waiting + load.lane_slots_in_use
+                or load.kv_blocks_free != load.kv_blocks_total
+            }
+            if loads and not held:
+                return
+            assert time.monotonic() < end, f"routers without requests hold {held}"
+            time.sleep(_LOOK_S)
+
+    def holdings(self) -> Holdings:
+        """What the mesh holds on this host; all its processes must run."""
+        roles: dict[str, Footprint] = {}
+        for id_ in self.counts.ids():
+            role = id_.partition("-")[0]
+            roles[role] = roles.get(role, Footprint()).with_process(self.pid(id_))
+        assert self.mesh.process is not None
+        children = psutil.Process(self.mesh.process.pid).children(recursive=True)
+        names = frozenset(path.name for path in self.mesh.run_dir.iterdir())
+        return Holdings(roles, len(children), names)
+
+    def until_no_leaks(self, before: Holdings, deadline_s: float = 30.0) -> str:
+        """What the mesh holds more than before, once that has settled; empty for nothing."""
+        end = time.monotonic() + deadline_s
+        while (found := leaks(before, self.holdings())) and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+        return found
+
     # ---------------------------------------------------------------- faults
 
     def pid(self, id_: str) -> int:
@@ -164,7 +204,9 @@ class Chaos:
 
     def restarted(self, id_: str, old: int) -> None:
         """Until a process that is not ``old`` has the id."""
-        self.mesh.wait_for(lambda: self.pid(id_) not in {0, old}, f"{id_} to be started again")
+        self.mesh.wait_for(
+            lambda: self.pid(id_) not in {0, old}, f"{id_} to be started again", BACK_DEADLINE_S
+        )
 
     def rebalance(self, draw: random.Random) -> bool:
         """Order a random placement; False when the planner refuses it now."""
@@ -217,26 +259,53 @@ def _is_named(pid: int, id_: str) -> bool:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one process holds."""
+    """What the largest process of a role holds."""
 
-    files: int
-    shared_bytes: int
-    resident_bytes: int
+    files: int = 0
+    shared_bytes: int = 0
+    resident_bytes: int = 0
+
+    def with_process(self, pid: int) -> Footprint:
+        """At least what this living process holds: open files, lanes, and memory of its own."""
+        proc = Path(f"/proc/{pid}")
+        size, resident, shared = map(int, (proc / "statm").read_text().split()[:3])
+        assert size >= resident
+        lanes = [line for line in (proc / "maps").read_text().splitlines() if _LANE in line]
+        return Footprint(
+            max(self.files, len(list((proc / "fd").iterdir()))),
+            max(self.shared_bytes, sum(map(_mapped_bytes, lanes))),
+            max(self.resident_bytes, (resident - shared) * os.sysconf("SC_PAGE_SIZE")),
+        )
 
 
-def footprint(pid: int) -> Footprint:
-    """Of a living process: open descriptors, mapped shared memory, private resident memory."""
-    proc = Path(f"/proc/{pid}")
-    files = 0
-    for entry in (proc / "fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            entry.readlink()
-            files += 1
-    pages = [int(word) for word in (proc / "statm").read_text().split()]
-    size = os.sysconf("SC_PAGE_SIZE")
-    mapped = 0
-    for line in (proc / "maps").read_text().splitlines():
-        if "memfd:moemesh" in line:
-            low, high = line.split()[0].split("-")
-            mapped += int(high, 16) - int(low, 16)
-    return Footprint(files, mapped, (pages[1] - pages[2]) * size)
+@dataclass(frozen=True)
+class Holdings:
+    """What a mesh holds on its host."""
+
+    roles: dict[str, Footprint]
+    processes: int
+    files: frozenset[str]
+    """In its run directory."""
+
+
+def leaks(before: Holdings, after: Holdings) -> str:
+    """What there is more of, in words; empty when there is nothing."""
+    found = []
+    for role, now in after.roles.items():
+        then = before.roles[role]
+        if now.files > then.files:
+            found.append(f"{role}: {now.files} open files, {then.files} before")
+        if now.shared_bytes > then.shared_bytes:
+            found.append(f"{role}: {now.shared_bytes} bytes of lanes, {then.shared_bytes} before")
+        if now.resident_bytes > GROWTH * then.resident_bytes:
+            found.append(f"{role}: {now.resident_bytes} bytes, {then.resident_bytes} before")
+    if after.processes != before.processes:
+        found.append(f"{after.processes} processes, {before.processes} before")
+    if after.files != before.files:
+        found.append(f"files {sorted(after.files ^ before.files)} have come or gone")
+    return "; ".join(found)
+
+
+def _mapped_bytes(line: str) -> int:
+    low, high = line.split(maxsplit=1)[0].split("-")
+    return int(high, 16) - int(low, 16)

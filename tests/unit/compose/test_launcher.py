@@ -10,6 +10,7 @@ from rich.console import Console
 
 from compose.child import Child
 from compose.console import LauncherConsole
+from compose.control import Restart, order
 from compose.launcher import Launcher
 from compose.processes import ProcessSpec
 from compose.restarts import RestartPolicy
@@ -75,7 +76,7 @@ def launch(tmp_path, specs, scenario, **options):
         with LauncherConsole(Console(file=screen, width=300)) as console:
             settings = Settings(mesh=MeshSettings(run_dir=str(run_dir)))
             launcher = Launcher(
-                settings, specs, run_dir, console, model="m", fleet_of=NoFleet, **options
+                settings, specs, run_dir, console, model="m", **({"fleet_of": NoFleet} | options)
             )
             async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
                 code = group.create_task(launcher.run())
@@ -225,3 +226,59 @@ def test_an_ignored_hang_up_stays_ignored(tmp_path, journal):
     finally:
         signal.signal(signal.SIGHUP, before)
     assert journal.read_text().split() == ["planner"]
+
+
+LEAVES = """
+import os, signal, sys
+def note(number, _):
+    with open({journal!r}, "a") as f: f.write(f"{name} {{signal.Signals(number).name}}\\n")
+    sys.exit(0)
+signal.signal(signal.SIGINT, note)
+signal.signal(signal.SIGTERM, note)
+print('{{"level": "error", "event": "up.{name}"}}', flush=True)
+while True: signal.pause()
+"""
+
+
+def test_processes_that_are_let_go_may_end_their_work_and_are_started_again_only_if_asked(
+    tmp_path, journal, monkeypatch
+):
+    async def at_once(self, planner):
+        self._incomplete.clear()
+
+    monkeypatch.setattr(Launcher, "_until_whole", at_once)
+
+    def leaves(name):
+        code = LEAVES.format(journal=str(journal), name=name)
+        return ProcessSpec(name, name.split("-")[0], (sys.executable, "-c", code))
+
+    class Orders:
+        def __init__(self, crew, planner):
+            self.crew = crew
+
+        async def carry_out(self, order, say):
+            self.crew.hire(leaves("router-1"))
+            await screens[0].shows("up.router-1")
+            await self.crew.renew("router-0")
+            await screens[0].shows("up.router-0", times=2)
+            await self.crew.dismiss("router-1")
+            say(" ".join(spec.id for spec in self.crew.specs()))
+
+    screens, told = [], []
+
+    async def scenario(screen):
+        screens.append(screen)
+        await screen.shows("ready after")
+        await screen.shows("up.router-0")
+        settings = Settings(mesh=MeshSettings(run_dir=str(tmp_path / "run")))
+        await order(settings, Restart(), told.append)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    specs = [leaves("planner"), leaves("router-0")]
+    code, text = launch(tmp_path, specs, scenario, fleet_of=Orders)
+    assert code == 0
+    assert told == ["planner router-0"]
+    assert "starting again in" not in text
+    assert journal.read_text().splitlines() == [
+        "router-0 SIGTERM", "router-1 SIGTERM", "router-0 SIGINT", "planner SIGINT",
+    ]  # fmt: skip

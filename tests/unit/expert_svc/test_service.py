@@ -18,12 +18,20 @@ from expert_svc.service import ExpertWorker
 from expert_svc.worker import Worker
 from mesh.config import Effective
 from mesh.links import Net
-from mesh.messages import AssignSlots, Record, SlotsReady
+from mesh.messages import AssignSlots, Member, Record, SlotsReady, View
+from mesh.placement import EMPTY
 from mesh.service import CannotServe, Context
 from mesh.settings import ExpertSettings, Settings
 from moe_model.errors import NotFinite
 from tests.support.experts import LAYERS, Reads, new_table
 
+VIEW = View(
+    version=1,
+    members=tuple(
+        Member(id=id_, role=role, incarnation=1, pid=1, host="h", state="ready")
+        for id_, role in (("router-0", "router"), ("expert-0", "expert"), ("expert-1", "expert"))
+    ),
+)
 COMMAND = AssignSlots(command=7, epoch=3, moe_layers=LAYERS, slots=((0, 1), (2,)))
 DEADLINE_S = 30.0
 
@@ -245,5 +253,41 @@ def test_what_it_says_of_itself(tmp_path: Path) -> None:
         assert (load.pairs, load.ffn_ns) == (5, 9)
         scene.worker._assign(Record(command=1, action="start"))
         assert scene.answers.empty()
+
+    run(tmp_path, Reads(), main)
+
+
+def test_a_worker_that_is_to_leave_drains_until_nothing_is_placed_on_it(tmp_path: Path) -> None:
+    async def main(scene: Scene) -> None:
+        await scene.worker.relieved()  # before it serves, nobody misses it
+        scene.worker._leaving = False
+        await scene.do(COMMAND)
+        scene.worker._member.view = VIEW
+        leaving = asyncio.ensure_future(scene.worker.relieved())
+        await asyncio.sleep(0)
+        assert scene.states[-1][0] == "draining"
+        fewer = msgspec.structs.replace(COMMAND, command=8, slots=((0, EMPTY), (EMPTY,)))
+        await scene.do(fewer)
+        assert scene.states[-1][0] == "draining"
+        assert not leaving.done()
+        scene.worker._assign(msgspec.structs.replace(COMMAND, command=9, slots=((), ())))
+        await leaving
+
+    run(tmp_path, Reads(), main)
+
+
+@pytest.mark.parametrize("gone", ["router-0", "expert-1"])
+def test_a_worker_waits_for_nobody_who_could_use_or_take_its_experts(
+    tmp_path: Path, gone: str
+) -> None:
+    async def main(scene: Scene) -> None:
+        await scene.do(COMMAND)
+        scene.worker._member.view = VIEW
+        leaving = asyncio.ensure_future(scene.worker.relieved())
+        await asyncio.sleep(0)
+        assert not leaving.done()
+        members = tuple(member for member in VIEW.members if member.id != gone)
+        scene.worker._member._apply(msgspec.structs.replace(VIEW, version=2, members=members))
+        await leaving
 
     run(tmp_path, Reads(), main)

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import socket
 import ssl
 import subprocess
@@ -363,12 +364,15 @@ class Mesh:
         *,
         finish_s: float | None = None,
         environ: Mapping[str, str] | None = None,
+        id_: str = "gateway-0",
+        listener: socket.socket | None = None,
         **settings: object,
     ) -> None:
         """``settings`` by key, ``__`` for the dot. ``finish_s`` as of ``gateway.service.serve``.
-        ``environ``: variables besides those of the tests' own process.
+        ``environ``: variables besides those of the tests' own process. ``listener``: a bound socket
+        that it is to listen on.
         """
-        port = free_port()
+        port = free_port() if listener is None else listener.getsockname()[1]
         chosen = {
             "mesh.run_dir": self.run_dir,
             "model.path": MODEL,
@@ -378,9 +382,9 @@ class Mesh:
             "gateway.router_wait_s": 1.0,
             "logs.format": "json",
         } | {key.replace("__", "."): value for key, value in settings.items()}
-        self.log_path = self.run_dir / "gateway.log"
+        self.log_path = self.run_dir / f"{id_}.log"
         with self.log_path.open("w") as log:
-            self.gateway = _spawn("gateway-0", chosen, log, finish_s, environ)
+            self.gateway = _spawn(id_, chosen, log, finish_s, environ, listener)
         host = chosen.get("gateway.host", "127.0.0.1")
         scheme = "https" if "gateway.tls_cert" in chosen else "http"
         where = f"[{host}]" if ":" in str(host) else host
@@ -455,7 +459,7 @@ class Mesh:
 
     def close(self) -> None:
         if self.gateway is not None:
-            self.gateway.terminate()
+            self.gateway.send_signal(signal.SIGINT)
             try:
                 self.gateway.wait(DEADLINE_S)
             finally:
@@ -488,13 +492,17 @@ def _spawn(
     stderr: IO[str] | int,
     finish_s: float | None = None,
     environ: Mapping[str, str] | None = None,
+    listener: socket.socket | None = None,
 ) -> subprocess.Popen[str]:
     flags = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     main = ["-m", "gateway"] if finish_s is None else ["-c", _MAIN.format(finish_s=finish_s)]
+    fds = () if listener is None else (listener.fileno(),)
+    flags += [part for fd in fds for part in ("--listen-fd", str(fd))]
     return subprocess.Popen(
         [sys.executable, *main, "--id", id_, *flags],
         stderr=stderr,
         text=True,
+        pass_fds=fds,
         env={key: value for key, value in os.environ.items() if not key.startswith("MOEMESH_")}
         | dict(environ or {}),
     )

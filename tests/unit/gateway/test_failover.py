@@ -7,7 +7,8 @@ import threading
 import openai
 import pytest
 
-from mesh.messages import Placement, Rejected
+from mesh.listener import bound_socket
+from mesh.messages import Member, Placement, Rejected
 from mesh.supervise import ExitCode
 from moe_model.spec import serving_digest
 from tests.unit.gateway.scripted_mesh import (
@@ -200,6 +201,52 @@ def test_stopping_lets_streams_finish_and_leaves_cleanly(own_mesh):
     thread.join(DEADLINE_S)
     assert results.get("text") == STORY, results
     assert own_mesh.gateway.wait(DEADLINE_S) == 0
+
+
+def test_a_gateway_that_leaves_ends_its_streams_while_another_takes_its_connections(own_mesh):
+    router = own_mesh.add_router("router-0")
+    with bound_socket("127.0.0.1", 0) as listener:
+        own_mesh.start_gateway(listener=listener)
+        own_mesh.wait_ready()
+        own_mesh.answer = lambda _: Script(own_mesh.story, stop_token=1, hold_after=7)
+        results, late = {}, {}
+        thread = ask(own_mesh, results)
+        wait_until(lambda: results.get("so far"), "the first tokens")
+        leaves = own_mesh.gateway
+        leaves.send_signal(signal.SIGTERM)
+        wait_until(
+            lambda: any(beat.state == "draining" for beat in own_mesh.planner.heartbeats),
+            "the gateway drains",
+        )
+        waits = ask(own_mesh, late)  # nobody takes connections now, and none is refused
+        own_mesh.start_gateway(id_="gateway-1", listener=listener)
+        wait_until(lambda: late.get("so far"), "the other gateway to answer")
+        assert leaves.poll() is None
+        own_mesh.call(router.release)
+        thread.join(DEADLINE_S)
+        waits.join(DEADLINE_S)
+    assert results.get("text") == late.get("text") == STORY, (results, late)
+    assert leaves.wait(DEADLINE_S) == 0
+
+
+def test_a_gateway_that_is_drained_says_so_and_answers_all_the_same(own_mesh):
+    own_mesh.add_router("router-0")
+    own_mesh.start_gateway()
+    own_mesh.wait_ready()
+    (hello,) = own_mesh.planner.hellos
+
+    def show(state):
+        own_mesh.planner.members[hello.id] = Member(
+            id=hello.id, role="gateway", incarnation=hello.incarnation, pid=1, host="h", state=state
+        )
+        own_mesh.planner.publish()
+
+    own_mesh.call(show, "draining")
+    wait_until(lambda: own_mesh.status("/ready") == 503, "it is not ready")
+    with own_mesh.client() as client:
+        assert client.chat.completions.create(**CHAT).choices[0].message.content
+    own_mesh.call(show, "ready")
+    own_mesh.wait_ready()
 
 
 def test_a_stream_that_outlasts_the_grace_ends_with_an_error(own_mesh):

@@ -165,6 +165,16 @@ def test_a_closed_connection_makes_a_suspect_at_once_then_dead(planner: Planner)
     assert planner.membership.members()[0].detail == "connection closed"
 
 
+def test_nobody_waits_for_a_process_that_has_ended(planner: Planner) -> None:
+    planner.on(_hello(), _beat("ready"))
+    gone = Disconnected("expert-0", 1, ended=True)
+    assert planner.on(gone) == (Changed("expert-0", 1, "ready", "dead"),)
+    assert planner.on(gone) == ()
+    assert planner.membership.members()[0].detail == "its process ended"
+    (refusal,) = planner.on(_hello())
+    assert isinstance(refusal, Refuse)
+
+
 def test_a_member_that_reconnects_in_time_is_kept(planner: Planner) -> None:
     planner.on(_hello(), _beat("ready"), Disconnected("expert-0", 1))
     assert planner.on(_hello()) == (

@@ -298,10 +298,6 @@ GOLDEN: dict[str, tuple[object, bytes]] = {
         m.RecordLoad(action="dump"),
         (b"\x82\xa4type\xaaRecordLoad\xa6action\xa4dump"),
     ),
-    "Drain": (
-        m.Drain(member="expert-1", undo=True),
-        (b"\x83\xa4type\xa5Drain\xa6member\xa8expert-1\xa4undo\xc3"),
-    ),
     "Record": (
         m.Record(command=4, action="start"),
         (b"\x83\xa4type\xa6Record\xa7command\x04\xa6action\xa5start"),

@@ -352,12 +352,10 @@ def test_a_worker_that_does_not_answer_is_overdue_and_its_part_goes_to_a_replica
         mesh.workers["b"].held.clear()
         ticket = mesh.dispatch(x, ids, w)
         mesh.pump_until(lambda: ticket.missing == 1)
-        assert mesh.experts.overdue() == []
-        mesh.clock.now += 1.9
-        assert mesh.experts.overdue() == []
+        assert mesh.experts.overdue() == ([], [])
         assert mesh.experts.next_retry_s(60.0) < 1.0  # it will be looked for in time
-        mesh.clock.now += 0.3
-        assert mesh.experts.overdue() == ["b"]
+        mesh.clock.now += 2.0
+        assert mesh.experts.overdue()[0] == ["b"]
         mesh.plane.disconnect("b")
         mesh.experts.route_by(mesh.placement, {"a"})
         mesh.experts.lane_lost("b")
@@ -365,6 +363,65 @@ def test_a_worker_that_does_not_answer_is_overdue_and_its_part_goes_to_a_replica
             mesh.finish(ticket), expected(weights, x, ids, w), atol=1e-5, rtol=1e-5
         )
     assert mesh.plane.in_flight() == 0
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_slow_worker_is_gone_round_until_it_answers(fleet, expert_weights, exact) -> None:
+    weights = expert_weights(8)
+    mesh = Mesh(fleet, weights, exact=exact)
+    everything = [0, 1, 2, 3, 4, 5, 6, 7]
+    mesh.up({"a": everything, "b": everything})
+    x, ids, w = batch(16, 8)
+    calm = mesh.finish(mesh.dispatch(x, ids, w))
+    with torch.inference_mode():
+        mesh.workers["b"].held.clear()
+        ticket = mesh.dispatch(x, ids, w)
+        mesh.pump_until(lambda: ticket.missing == 1)
+        mesh.clock.now += 0.9
+        assert mesh.experts.overdue() == ([], [])
+        mesh.clock.now += 0.2
+        assert mesh.experts.overdue() == ([], ["b"])
+        torch.testing.assert_close(mesh.finish(ticket), calm, atol=1e-5, rtol=1e-5)
+        before = mesh.workers["b"].calls
+        torch.testing.assert_close(
+            mesh.finish(mesh.dispatch(x, ids, w)), calm, atol=1e-5, rtol=1e-5
+        )
+        assert mesh.workers["b"].calls == before
+        assert mesh.plane.in_flight() == 1  # b's answer is still to come, and to be passed over
+        mesh.workers["b"].held.set()
+        mesh.pump_until(lambda: mesh.plane.in_flight() == 0)
+        ticket = mesh.dispatch(x, ids, w)
+        assert {piece.peer for piece in ticket.pieces} == {"a", "b"}
+        torch.testing.assert_close(mesh.finish(ticket), calm, atol=1e-5, rtol=1e-5)
+
+
+def test_a_slow_worker_still_gets_what_nobody_else_serves_and_is_overdue_in_the_end(
+    fleet, expert_weights
+) -> None:
+    weights = expert_weights(8)
+    mesh = Mesh(fleet, weights)
+    mesh.up({"a": [0, 1, 2, 3, 4, 5], "b": [4, 5, 6, 7]})
+    x, ids, w = batch(16, 8)
+    with torch.inference_mode():
+        mesh.workers["b"].held.clear()
+        alone = mesh.dispatch(x, ids, w)
+        shared_ids = torch.tensor([[2, 3, 4, 5]], dtype=torch.int32)
+        shared = mesh.dispatch(x[:1], shared_ids, w[:1])
+        pieces = [*alone.pieces, *shared.pieces]
+        mesh.pump_until(lambda: {p.peer for p in pieces if p.answer is None} == {"b"})
+        mesh.clock.now += 1.1
+        assert mesh.experts.overdue() == ([], ["b"])
+        torch.testing.assert_close(
+            mesh.finish(shared), expected(weights, x[:1], shared_ids, w[:1]), atol=1e-5, rtol=1e-5
+        )
+        assert not alone.done
+        mesh.clock.now += 1.0
+        assert mesh.experts.overdue() == (["b"], [])
+        mesh.workers["b"].held.set()
+        torch.testing.assert_close(
+            mesh.finish(alone), expected(weights, x, ids, w), atol=1e-5, rtol=1e-5
+        )
+        mesh.pump_until(lambda: mesh.plane.in_flight() == 0)
 
 
 def test_an_abandoned_ticket_frees_its_ring_slots_also_those_answered_later(

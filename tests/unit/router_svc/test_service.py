@@ -175,10 +175,20 @@ async def _from_start_to_stop(processes: Processes, reference: ReferenceModel) -
     await gateway.until(lambda: gateway.finish("forgotten") == "cancelled")
     successor.link.close()
 
-    # A router that is told to stop hands back what it runs.
+    # A router that is to leave takes nothing new and ends what it runs; told to stop at once, it
+    # hands the rest back.
+    gateway.submit("ended", prompt, 40)
     gateway.submit("handed back", prompt, 900)
     await gateway.until(lambda: gateway.deltas.get("handed back"))
     router.send_signal(signal.SIGTERM)
+    await gateway.until(lambda: gateway.pong and "stopping" in gateway.pong.reason, ping=True)
+    gateway.submit("late", prompt, 1)
+    await gateway.until(lambda: "late" in gateway.rejected)
+    assert gateway.rejected["late"].not_ready
+    await gateway.until(lambda: gateway.finish("ended"))
+    assert gateway.finish("ended") == "length"
+    assert router.poll() is None
+    router.send_signal(signal.SIGINT)
     await gateway.until(lambda: gateway.finish("handed back") == "cancelled")
     assert await asyncio.to_thread(router.wait, DEADLINE_S) == 0
     gateway.link.close()
