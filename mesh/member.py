@@ -210,14 +210,13 @@ class Member:
         while True:
             match await link.recv():
                 case View() as view:
-                    if self._welcomed_anew:
+                    if self._welcomed_anew and not self._is_of_same_planner(view):
                         # The first from a planner that welcomed us is right by definition, even
                         # if the clock that it numbers its views by has gone back.
-                        self._welcomed_anew = False
-                        if self.view is None or view != self.view:
-                            self._apply(view)
+                        self._apply(view)
                     else:
                         self._take(view)
+                    self._welcomed_anew = False
                 case AssignSlots() | Record() as command:
                     if self._on_command is None:
                         self._log.warning("command.unexpected", command=command.command)
@@ -262,6 +261,10 @@ class Member:
                 self._subscriber.close()
                 self._subscriber = None
 
+    def _is_of_same_planner(self, view: View) -> bool:
+        """Whether the process that made it made ours too, whose broadcast may have come first."""
+        return self.view is not None and _maker(view) == _maker(self.view)
+
     def _take(self, view: View) -> None:
         if self.view is None or view.version > self.view.version:
             self._apply(view)
@@ -269,6 +272,11 @@ class Member:
     def _apply(self, view: View) -> None:
         self.view = view
         self._on_view(view)
+
+
+def _maker(view: View) -> int:
+    """Incarnation of the planner whose view it is."""
+    return next((m.incarnation for m in view.members if m.role == "planner"), 0)
 
 
 async def request_status(net: Net, planner_address: str, timeout_s: float) -> Status:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+
+# Before anything imports torch, here and in child processes: on few busy cores several OpenMP
+# threads wait for one another, and tests take many times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 

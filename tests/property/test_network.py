@@ -317,8 +317,10 @@ class World:
     def take(self, process: Process, message: FromPlanner, *, broadcast: bool) -> None:
         match message:
             case View():
-                newer = process.view is None or message.version > process.view.version
-                if newer or (process.welcomed_anew and not broadcast):
+                known = process.view
+                newer = known is None or message.version > known.version
+                anew = known is None or message.members[0] != known.members[0]
+                if newer or (anew and process.welcomed_anew and not broadcast):
                     assert message.placement is None or message.placement.epoch >= process.epoch
                     process.view = message
                 if not broadcast:
@@ -389,8 +391,8 @@ class World:
     def lacking(self) -> str:
         """What is not well, in words."""
         planner = self.planner
-        if planner is None:
-            return "there is no planner"
+        if planner is None or len(self.processes) < len(WORKERS + ROUTERS):
+            return "not everyone has been started again"
         view, rollout = planner.view, planner._rollout
         alive = {m.id: m for m in view.members if m.state not in FINAL and m.role != "planner"}
         if alive.keys() != {*WORKERS, *ROUTERS}:

@@ -77,7 +77,7 @@ class RolloutMachine(RuleBasedStateMachine):
         spare=st.integers(0, 2),
         redundant=st.integers(0, 2),
         rate=st.sampled_from([0, 1, 1000]),
-        present=st.lists(st.sampled_from([0, 0, 4, 9]), max_size=4),
+        present=st.lists(st.sampled_from([0, 0, 2, 3, 4]), max_size=4),
         rounds=st.integers(0, 6),
     )
     def begin(self, spare: int, redundant: int, rate: int, present: list[int], rounds: int) -> None:
@@ -107,8 +107,9 @@ class RolloutMachine(RuleBasedStateMachine):
     def carry_out(self) -> None:
         for effect in self.planner.due(self.now):
             match effect:
-                case Assign(rank=rank, command=command):
-                    self.check_command(rank, command)
+                case Assign(rank=rank, command=command, again=again):
+                    if not again:
+                        self.check_command(rank, command)
                     self.to_workers.append((rank, self.workers[rank].incarnation, command))
                 case Commit(placement=placement):
                     # What was in force already may be taken up again by a new planner.
@@ -178,7 +179,7 @@ class RolloutMachine(RuleBasedStateMachine):
 
     # ---------------------------------------------------------------- members come and go
 
-    @rule(name=st.sampled_from(RANKS), offered=st.sampled_from([0, 0, 0, 2, 3, 4, 9]))
+    @rule(name=st.sampled_from(RANKS), offered=st.sampled_from([0, 0, 2, 3, 4, 9]))
     def start_worker(self, name: str, offered: int) -> None:
         if name in self.workers:
             self.undisturbed = False
@@ -186,12 +187,12 @@ class RolloutMachine(RuleBasedStateMachine):
         self.workers[name] = Worker(next(self.numbers), offered)
         self.say_hello(name)
 
-    @rule(name=st.sampled_from(RANKS))
-    def kill_worker(self, name: str) -> None:
-        if name in self.workers:
-            self.undisturbed = False
-            self.kill(name)
-            self.carry_out()
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def kill_worker(self, data: st.DataObject) -> None:
+        self.undisturbed = False
+        self.kill(data.draw(st.sampled_from(sorted(self.workers))))
+        self.carry_out()
 
     def kill(self, name: str) -> None:
         if self.workers.pop(name, None) is not None:
@@ -203,17 +204,19 @@ class RolloutMachine(RuleBasedStateMachine):
         self.routers[name] = Router(next(self.numbers))
         self.carry_out()
 
+    @precondition(lambda self: self.routers)
     @rule(name=st.sampled_from(ROUTERS))
     def kill_router(self, name: str) -> None:
         self.planner.router_gone(name)
         self.routers.pop(name, None)
         self.carry_out()
 
-    @rule(name=st.sampled_from(RANKS))
-    def drain_worker(self, name: str) -> None:
-        if name in self.workers:
-            self.workers[name].draining = True
-            self.post(("draining", name, self.workers[name].incarnation, None))
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def drain_worker(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.workers)))
+        self.workers[name].draining = True
+        self.post(("draining", name, self.workers[name].incarnation, None))
 
     @rule(name=st.sampled_from(RANKS))
     def administrator_keeps_worker(self, name: str) -> None:
@@ -248,28 +251,28 @@ class RolloutMachine(RuleBasedStateMachine):
     def post(self, event: Event) -> None:
         self.to_planner.append(event)
 
+    @precondition(lambda self: self.to_planner)
     @rule(data=st.data(), keep=st.booleans())
     def planner_hears(self, data: st.DataObject, *, keep: bool) -> None:
-        if self.to_planner:
-            at = data.draw(st.integers(0, len(self.to_planner) - 1))
-            event = self.to_planner[at] if keep else self.to_planner.pop(at)
-            self.hear(event)
+        at = data.draw(st.integers(0, len(self.to_planner) - 1))
+        self.hear(self.to_planner[at] if keep else self.to_planner.pop(at))
 
+    @precondition(lambda self: self.to_planner or self.to_workers)
     @rule(data=st.data())
     def messages_are_lost(self, data: st.DataObject) -> None:
         for queue in (self.to_planner, self.to_workers):
             if queue:
                 queue.pop(data.draw(st.integers(0, len(queue) - 1)))
 
+    @precondition(lambda self: self.to_workers)
     @rule(data=st.data(), keep=st.booleans())
     def worker_hears(self, data: st.DataObject, *, keep: bool) -> None:
-        if self.to_workers:
-            at = data.draw(st.integers(0, len(self.to_workers) - 1))
-            name, incarnation, command = self.to_workers[at]
-            if not keep:
-                del self.to_workers[at]
-            if name in self.workers and self.workers[name].incarnation == incarnation:
-                self.workers[name].take(command)
+        at = data.draw(st.integers(0, len(self.to_workers) - 1))
+        name, incarnation, command = self.to_workers[at]
+        if not keep:
+            del self.to_workers[at]
+        if name in self.workers and self.workers[name].incarnation == incarnation:
+            self.workers[name].take(command)
 
     @rule(name=st.sampled_from(RANKS + ROUTERS))
     def says_hello_again(self, name: str) -> None:
@@ -277,15 +280,15 @@ class RolloutMachine(RuleBasedStateMachine):
 
     # ---------------------------------------------------------------- members at work
 
+    @precondition(lambda self: any(worker.command for worker in self.workers.values()))
     @rule(
-        name=st.sampled_from(RANKS),
+        data=st.data(),
         loads=st.integers(0, 6),
-        fate=st.sampled_from(["well", "well", "well", "well", "fault", "refusal"]),
+        fate=st.sampled_from(["well", "well", "fault", "refusal"]),
     )
-    def worker_works(self, name: str, loads: int, fate: str) -> None:
-        worker = self.workers.get(name)
-        if worker is not None and worker.command is not None:
-            self.work(name, loads, fate)
+    def worker_works(self, data: st.DataObject, loads: int, fate: str) -> None:
+        busy = sorted(name for name, worker in self.workers.items() if worker.command)
+        self.work(data.draw(st.sampled_from(busy)), loads, fate)
 
     def work(self, name: str, loads: int, fate: str) -> None:
         worker = self.workers[name]
@@ -376,20 +379,43 @@ class RolloutMachine(RuleBasedStateMachine):
         for _ in range(rounds):
             self.all_goes_well()
 
+    @rule(
+        fates=st.lists(
+            st.sampled_from(["well", "well", "fault", "refusal", "silence"]),
+            min_size=len(RANKS),
+            max_size=len(RANKS),
+        ),
+        told=st.booleans(),
+        heard=st.booleans(),
+        seen=st.booleans(),
+        seconds=st.sampled_from([0.0, 0.5, 1.0, 6.0]),
+    )
+    def much_goes_wrong(
+        self, fates: list[str], *, told: bool, heard: bool, seen: bool, seconds: float
+    ) -> None:
+        self.go_on(dict(zip(RANKS, fates, strict=True)), told, heard, seen, seconds)
+
     def all_goes_well(self) -> None:
-        while self.to_planner:
+        for worker in self.workers.values():
+            worker.failed.clear()
+        self.go_on({}, True, True, True, 0.5)
+
+    def go_on(
+        self, fates: dict[str, str], told: bool, heard: bool, seen: bool, seconds: float
+    ) -> None:
+        while heard and self.to_planner:
             self.hear(self.to_planner.pop(0))
-        for name, incarnation, command in self.to_workers:
+        while told and self.to_workers:
+            name, incarnation, command = self.to_workers.pop(0)
             if name in self.workers and self.workers[name].incarnation == incarnation:
                 self.workers[name].take(command)
-        self.to_workers.clear()
         for name, worker in self.workers.items():
-            if worker.command is not None:
-                worker.failed.clear()
-                self.work(name, 100, "well")
-        for name in [*self.routers, *self.workers]:
+            fate = fates.get(name, "well")
+            if worker.command is not None and fate != "silence":
+                self.work(name, 100, fate)
+        for name in [*self.routers, *self.workers] if seen else ():
             self.give_view(name)
-        self.now += 0.5
+        self.now += seconds
         self.carry_out()
 
     # ---------------------------------------------------------------- what must always hold

@@ -54,7 +54,7 @@ def coordinator(
         planner=PlannerSettings(**({"policy": "global", "move_bytes_per_s": 0} | planner)),
     )
     knobs = settings.planner
-    me = Member(id="planner", role="planner", incarnation=1, pid=1, host="h", state="ready")
+    me = Member(id="planner", role="planner", incarnation=first, pid=1, host="h", state="ready")
     prices = Prices(expert_bytes=1, bytes_per_s=0)
     return Coordinator(
         Identity(mesh="m", model="demo", me=me, broadcast="ipc://b", heartbeat_ms=500),

@@ -9,7 +9,7 @@ import pytest
 from compose import app
 from compose.keys import check_keys
 from compose.options import UsageError
-from compose.processes import compose
+from compose.processes import Recipe
 from mesh.settings import MeshSettings, SecuritySettings, Settings
 
 EVERYBODY = [
@@ -73,8 +73,8 @@ def test_a_mesh_on_tcp_is_checked_for_its_keys_before_it_starts(tmp_path) -> Non
             mesh=MeshSettings(planner=address),
             security=SecuritySettings(curve_dir=str(tmp_path)),
         )
-        specs = compose(settings, config=None, overrides={}, python="python", parent_pid=1)
-        check_keys(settings, specs)
+        recipe = Recipe(settings, config=None, overrides={}, python="python", parent_pid=1)
+        check_keys(settings, recipe.specs())
 
     keygen(["--out", str(tmp_path), *EVERYBODY])
     check("tcp://127.0.0.1:7000")

@@ -28,6 +28,7 @@ from mesh.messages import (
     View,
     Welcome,
 )
+from mesh.messages import Member as MeshMember
 
 LOG = structlog.get_logger("test")
 
@@ -96,6 +97,13 @@ class Scene:
                 task.cancel()
             await asyncio.wait([running, acting])
             self.close_planner()
+
+
+def maker(incarnation: int) -> MeshMember:
+    """The planner's line in its views."""
+    return MeshMember(
+        id="planner", role="planner", incarnation=incarnation, pid=1, host="h", state="ready"
+    )
 
 
 @pytest.fixture
@@ -241,18 +249,35 @@ def test_a_member_outlives_its_planner_and_takes_the_heirs_view(play) -> None:
     async def script(scene: Scene) -> None:
         await scene.welcome()
         await scene.hear(GetView)
-        scene.say(View(version=9, members=()))
+        scene.say(View(version=9, members=(maker(1),)))
         await scene.views.get()
         scene.close_planner()
         scene.open_planner()
         await scene.welcome()
         await scene.hear(GetView)
         # The heir's clock, from which it numbers its views, may be behind.
-        scene.say(View(version=2, members=()))
+        scene.say(View(version=2, members=(maker(2),)))
         assert (await scene.views.get()).version == 2
-        scene.say(View(version=1, members=()))
-        scene.say(View(version=3, members=()))
+        scene.say(View(version=1, members=(maker(2),)))
+        scene.say(View(version=3, members=(maker(2),)))
         assert (await scene.views.get()).version == 3
+
+    play(script)
+
+
+def test_a_late_answer_does_not_undo_a_broadcast(play) -> None:
+    async def script(scene: Scene) -> None:
+        await scene.welcome()
+        await scene.hear(GetView)
+        scene.say(View(version=4, members=(maker(1),)))
+        assert (await scene.views.get()).version == 4
+        await scene.hear(Heartbeat)
+        scene.say(Unknown())
+        await scene.welcome()
+        await scene.hear(GetView)
+        scene.say(View(version=3, members=(maker(1),)))
+        scene.say(View(version=5, members=(maker(1),)))
+        assert (await scene.views.get()).version == 5
 
     play(script)
 

@@ -312,20 +312,32 @@ def test_a_worker_that_has_loaded_but_does_not_serve_yet_is_waited_for() -> None
     assert made.commits
 
 
-def test_waves_stay_within_their_limit_and_layers_follow_each_other() -> None:
-    made = placed("e0", "e1", move_slots=2)
-    made.state.move_to(target(("e0", "e1"), (2, 3, 0, 1), (2, 3, 0, 1)))
-    loads, layers = [], []
+def test_a_large_move_goes_by_waves_of_the_allowed_size_and_never_lacks_an_expert() -> None:
+    made = placed("e0", "e1", move_slots=3)
+    made.state.move_to(target(("e0", "e1"), (1, 3, 0, 2), (1, 3, 0, 2)))
+    waves = []
     while not made.state.idle():
         made.due()
         if made.state.phase == "loading":
-            proposed = made.state.proposed
-            assert proposed is not None
-            loads.append(made.state.to_move - made.state.moved)
-            layers.append([rank.slots for rank in made.commands.values()])
+            held = sum(len(set(row) - {-1}) for c in made.commands.values() for row in c.slots)
+            waves.append(held - 8)
         made.answer(*made.commands)
-    assert loads == sorted(set(loads), reverse=True)
-    assert set(made.row("e0")) == {2, 3, -1}
+        assert unserved(made.placement, ["e0", "e1"]) == {}
+    assert waves == [3, 3, 2]
+    assert set(made.row("e0")) == {1, 3, -1}
+
+
+def test_full_ranks_that_offer_no_spare_slot_cannot_exchange_experts() -> None:
+    made = mesh()
+    made.join("e0", "e1", offered=2)
+    made.settle()
+    made.state.move_to(SWAP)
+    made.due()
+    (failed,) = made.effects
+    assert isinstance(failed, Failed)
+    assert failed.retry_in_s is None
+    assert "e0, e1 are full" in failed.reason
+    assert failed.reason in made.state.alarms[0]
 
 
 def test_a_slot_that_fails_is_left_out_reported_and_tried_again_later() -> None:
@@ -486,15 +498,18 @@ def test_survivors_grow_when_their_spare_slots_are_too_few_and_shrink_again() ->
 
 
 def test_a_replica_gives_way_where_no_slot_is_free() -> None:
-    made = mesh(wanted_ranks=3, redundant_slots=5)
-    made.join("e0", "e1", "e2", offered=3)
+    made = mesh(wanted_ranks=3, redundant_slots=2)
+    made.join("e0", "e1", "e2", offered=2)
     made.settle()
     made.kill("e2")
+    # The replicas are withdrawn at once; the dead rank is named while it alone held an expert.
+    assert made.placement.ranks == ("e0", "e1", "e2")
+    assert unserved(made.placement, ["e0", "e1"]) != {}
     made.answer("e0", "e1")
-    made.settle()
+    assert made.placement.ranks == ("e0", "e1")
+    assert unserved(made.placement, ["e0", "e1"]) == {}
     made.kill("e1")
-    assert "offer" in made.state.problem or "hold 3 slots" in made.state.problem
-    assert any("waiting for" in alarm for alarm in made.state.alarms)
+    assert "those that are left hold 2 slots" in made.state.problem
 
 
 def test_experts_without_any_room_wait_for_their_rank_which_takes_its_slots_again() -> None:
