@@ -263,7 +263,8 @@ class Member:
 
     def _is_of_same_planner(self, view: View) -> bool:
         """Whether the process that made it made ours too, whose broadcast may have come first."""
-        return self.view is not None and _maker(view) == _maker(self.view)
+        maker = _maker(view)
+        return self.view is not None and maker != 0 and maker == _maker(self.view)
 
     def _take(self, view: View) -> None:
         if self.view is None or view.version > self.view.version:
@@ -275,7 +276,7 @@ class Member:
 
 
 def _maker(view: View) -> int:
-    """Incarnation of the planner whose view it is."""
+    """Incarnation of the planner whose view it is; 0 if it does not say."""
     return next((m.incarnation for m in view.members if m.role == "planner"), 0)
 
 

@@ -145,6 +145,7 @@ class Rollout:
         if not self._held.gone(rank):
             return
         self._shared_among = None
+        self._runner.alarms.pop("drain", None)
         self._runner.dropped(rank)
         if self.committed is None:
             self._runner.end()
@@ -339,7 +340,7 @@ class Rollout:
         try:
             wants = shared(self._held.kept(), room, num_experts, self._rules.redundant_slots)
         except PlanError as error:
-            self._runner.alarms["target"] = f"{leaving} cannot drain: {error}"
+            self._runner.alarms["drain"] = f"{leaving} cannot drain: {error}"
             return
         self._cancel("ranks have joined or are to leave")
         self._set_goal(wants, "drain" if leaving else "join", asked=False)
@@ -351,7 +352,8 @@ class Rollout:
     def _set_goal(self, wants: Wants, why: str, *, asked: bool) -> None:
         self._goal = _Goal(wants, why, asked, missing(self._held.kept(), wants))
         self._shared_among, self._unfinished = self._held.staying(), False
-        self._runner.alarms.pop("target", None)
+        for kind in ("target", "drain"):
+            self._runner.alarms.pop(kind, None)
 
     def _reached(self, goal: _Goal) -> None:
         self._goal = None

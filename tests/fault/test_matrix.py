@@ -34,7 +34,7 @@ SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM")
 PHASES = ("idle", "decoding", "prefilling", "rebalancing", "starting")
 Cell = tuple[str, str, str]
 
-# Those that differ most; all are run by ``make matrix``.
+# Those that differ most; all are run by ``make soak``.
 SHORT: list[Cell] = [
     ("expert", "SIGKILL", "rebalancing"),
     ("router", "SIGKILL", "decoding"),

@@ -55,11 +55,13 @@ class Watcher:
             for fd, _ in self._epoll.poll():
                 if fd == self._stop:
                     return
-                callback = self._callbacks.get(fd)
-                if callback is not None:
-                    self._call(fd, callback)
+                self._call(fd)
 
-    def _call(self, fd: int, callback: Callable[[], None]) -> None:
+    def _call(self, fd: int) -> None:
+        # Held no longer than the call: a callback keeps its lane's memory and descriptors alive.
+        callback = self._callbacks.get(fd)
+        if callback is None:
+            return
         try:
             callback()
         except Exception:  # noqa: BLE001 - the edge of an actor that must outlive any one peer

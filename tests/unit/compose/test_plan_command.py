@@ -68,6 +68,7 @@ class Desk:
             GetStatus: Status(
                 mesh="m", model="demo", view=view, ready=True, reason="", epoch=7,
                 balancedness=0.8, tokens=40, mode="auto", phase="loading", alarms=("stuck",),
+                moving="rebalance", moved=2, to_move=6,
             ),
             RecordLoad: RecordDetail(routers=(RecordedAt(
                 router="router-0", recording=False, steps=9, path="/run/loads.safetensors"),)),
@@ -209,7 +210,7 @@ def test_refusals_and_silence_end_with_1_and_the_reason(moemesh, desk):
 def test_status_shows_mode_phase_and_alarms(moemesh, desk):
     code, out, _ = moemesh("status", "--once")
     assert code == 0
-    for words in ("plans auto", "moving experts: loading", "alarm: stuck"):
+    for words in ("plans auto", "moving experts: rebalance, 2 of 6 done, loading", "alarm: stuck"):
         assert words in out
     told = json.loads(moemesh("status", "--json")[1])
     assert (told["mode"], told["phase"], told["alarms"]) == ("auto", "loading", ["stuck"])

@@ -640,6 +640,10 @@ def test_a_rank_that_cannot_be_spared_stays_and_an_alarm_says_so() -> None:
     assert "e1 cannot drain" in made.state.alarms[0]
     assert made.placement.ranks == ("e0", "e1")
     assert made.state.idle()
+    made.join("e2", offered=2)
+    made.settle()
+    assert made.placement.ranks == ("e0", "e2")
+    assert made.state.alarms == ()
 
 
 def test_a_join_comes_before_a_target_that_knows_nothing_of_it() -> None:
