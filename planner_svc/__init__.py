@@ -4,7 +4,7 @@ Layers, each importing only those above it; nothing here imports torch:
 
     policies, balance       pure functions and tallies of numbers
     prices, worth           whether a plan is worth its moves (pure)
-    waves, sharing          safe steps from a layout to another; where experts go without loads (pure)
+    waves, sharing          safe steps between layouts; where experts go when no load counts (pure)
     rank_state, holdings    what ranks were told, are promised to hold and are known to hold (pure)
     wave_runner, urgent     one wave to its commit; experts that nobody serves (pure)
     rollout                 the placement in force, and the way to the one that is wanted (pure)

@@ -119,6 +119,8 @@ class Rollout:
         """Shares were made, but maybe not carried out to the end."""
         self._adopted = False
         self._settles_at = self._absent_at = 0.0
+        self._found_epoch = 0
+        """Of the placement found in force, until all routers use it."""
 
     # -------------------------------------------------------------- events
 
@@ -236,16 +238,28 @@ class Rollout:
         if self._adopted and self.committed is not None:
             self._adopted, self._unfinished = False, _is_ragged(self._held)
             self._settles_at, self._absent_at = now + SETTLE_S, now + ABSENT_S
+            self._found_epoch = self.committed.epoch
             self._runner.effects.append(Commit(self.committed))
         if self._absent_at and now >= self._absent_at:
             self._absent_at = 0.0
             self._held.absent()
-        if now >= self._settles_at:
+        if not self._is_listening(now):
             while self._advance(now):
                 pass
             self._runner.send(now)
         effects, self._runner.effects = self._runner.effects, []
         return effects
+
+    def _is_listening(self, now: float) -> bool:
+        """Whether a member may know a newer placement, or a router use one that is older than the
+        placement found in force: its slots are not to be freed yet.
+        """
+        if now >= self._settles_at and (
+            now >= self._settles_at + self._rules.phase_timeout_s
+            or not self._runner.late(self._found_epoch)
+        ):
+            self._found_epoch = 0
+        return now < self._settles_at or self._found_epoch > 0
 
     def _advance(self, now: float) -> bool:
         """Take one step; False when something must happen first."""

@@ -134,8 +134,7 @@ class WaveRunner:
     def settle(self, wave: Wave, now: float) -> bool:
         """Go on from the commit if routers and ranks are as far; False while they are not."""
         if wave.phase == "committing":
-            late = [name for name, epoch in self.routers.items() if 0 < epoch < wave.epoch]
-            if late:
+            if late := self.late(wave.epoch):
                 self._alarm(wave, late, f"did not take over placement {wave.epoch}", now)
                 return False
             self._enter(wave, "draining", now)
@@ -221,6 +220,10 @@ class WaveRunner:
             for rank, slots in layout.items()
             if rank in self._held.ranks
         }
+
+    def late(self, epoch: int) -> list[str]:
+        """Routers that still use an older placement."""
+        return [router for router, used in self.routers.items() if 0 < used < epoch]
 
     def lacks(self, layout: Layout) -> bool:
         """Whether some expert is on no rank of ``layout``."""

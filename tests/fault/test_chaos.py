@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import Chaos, Counts
+from tests.support.chaos import Chaos, Counts, go_on
 from tests.support.meshes import Mesh
 from tests.support.streams import Clients, Reference, asks
 
@@ -70,17 +69,13 @@ class Storm:
         self.happened[what if done else f"no {what}"] += 1
 
     def hit(self, victim: str, what: str) -> bool:
-        pid = self.chaos.pid(victim)
-        if not pid:
-            return False
-        if what == "stop":
-            self.chaos.signal(victim, signal.SIGSTOP)
-            timer = threading.Timer(self.draw.uniform(0.5, MOST_STOPPED_S), _go_on, [pid])
+        number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}[what]
+        pid = self.chaos.signal(victim, number)
+        if pid and what == "stop":
+            timer = threading.Timer(self.draw.uniform(0.5, MOST_STOPPED_S), go_on, [pid])
             timer.start()
             self.stopped.append(timer)
-        else:
-            self.chaos.signal(victim, signal.SIGKILL if what == "kill" else signal.SIGTERM)
-        return True
+        return bool(pid)
 
     def scale(self) -> bool:
         """One expert worker and one router more or less, on a mesh that is whole."""
@@ -89,11 +84,6 @@ class Storm:
         self.chaos.mesh.run("scale", f"experts={expert}", f"routers={router}", timeout_s=300)
         self.chaos.counts = Counts(expert, router, COUNTS.gateway)
         return True
-
-
-def _go_on(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGCONT)
 
 
 def survive(model: Path, seconds: float, seed: int) -> None:
@@ -161,6 +151,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "16")
 
 
+@pytest.mark.soak
 def test_nothing_is_lost_wrong_or_left_over_after_a_storm(tiny_deepseek: Path) -> None:
     survive(tiny_deepseek, 12.0, seed=1)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import BACK_S, STOP_S, Chaos, Counts
+from tests.support.chaos import BACK_S, STOP_S, Chaos, Counts, go_on
 from tests.support.meshes import Mesh
 from tests.support.streams import Clients, Reference, asks
 
@@ -110,7 +110,7 @@ def hit(bench: Bench, cell: Cell) -> None:
     ports = [mesh.port, mesh.port + 1]
     choices = READ if phase == "prefilling" else SAY
     clients = Clients(ports, choices, STREAMS, reference=bench.reference)
-    if role == "gateway" and number != "SIGTERM":
+    if role == "gateway" and (number != "SIGTERM" or phase == "starting"):
         clients.excused = {mesh.port + int(victim[-1])}
     strike = Strike(chaos, victim, signal.Signals[number])
     if phase == "idle":
@@ -122,7 +122,9 @@ def hit(bench: Bench, cell: Cell) -> None:
             if phase == "rebalancing":
                 mesh.wait_for(lambda: chaos.rebalance(bench.draw), "the planner to take an order")
             elif phase == "starting":
-                Strike(chaos, victim, signal.SIGKILL).hit()
+                first = Strike(chaos, victim, signal.SIGKILL)
+                first.hit()
+                chaos.restarted(victim, first.pid)
             strike.hit()
         bench.back_s[cell] = strike.end()
     bench.pauses_s[cell] = clients.pauses_s(strike.at)
@@ -141,16 +143,15 @@ class Strike:
         self.pid = 0
 
     def hit(self) -> None:
-        """As soon as there is such a process, which may have just been started."""
-        self.chaos.mesh.wait_for(lambda: self.chaos.pid(self.victim), f"{self.victim} to start")
-        self.pid = self.chaos.pid(self.victim)
-        self.at = self.chaos.signal(self.victim, self.number)
+        self.at = time.monotonic()
+        self.pid = self.chaos.signal(self.victim, self.number)
+        assert self.pid, f"there is no {self.victim}"
 
     def end(self) -> float:
         """Until all is as before; how many seconds after the end of the fault."""
         if self.number == signal.SIGSTOP:
             time.sleep(STOP_S)  # that is the fault
-            self.chaos.signal(self.victim, signal.SIGCONT)
+            go_on(self.pid)
             return self.chaos.wait_nominal()
         began = time.monotonic()
         self.chaos.restarted(self.victim, self.pid)

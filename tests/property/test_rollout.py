@@ -50,7 +50,11 @@ class Router:
         return 0 if self.placement is None else self.placement.epoch
 
 
-class RolloutMachine(RuleBasedStateMachine):
+class CalmMachine(RuleBasedStateMachine):
+    """Messages are late, lost, repeated and out of order; workers join, are slow and drain; routers
+    come and go; the planner is started again. No worker dies and no load fails.
+    """
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
@@ -65,8 +69,6 @@ class RolloutMachine(RuleBasedStateMachine):
         self.heard_epoch = 0
         """The highest that the planner can know of."""
         self.history: list[Placement] = []
-        self.undisturbed = True
-        """No process has died and no load has failed yet."""
         self.asked: Target | None = None
         self.left_out: set[str] = set()
         """Ranks for which the last target had nothing."""
@@ -77,8 +79,8 @@ class RolloutMachine(RuleBasedStateMachine):
         spare=st.integers(0, 2),
         redundant=st.integers(0, 2),
         rate=st.sampled_from([0, 1, 1000]),
-        present=st.lists(st.sampled_from([0, 0, 2, 3, 4]), max_size=4),
-        rounds=st.integers(0, 6),
+        present=st.lists(st.sampled_from([0, 0, 0, 2, 3, 4]), min_size=1, max_size=4),
+        rounds=st.integers(0, 9),
     )
     def begin(self, spare: int, redundant: int, rate: int, present: list[int], rounds: int) -> None:
         self.rules = RolloutRules(
@@ -181,18 +183,9 @@ class RolloutMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(RANKS), offered=st.sampled_from([0, 0, 2, 3, 4, 9]))
     def start_worker(self, name: str, offered: int) -> None:
-        if name in self.workers:
-            self.undisturbed = False
-        self.kill(name)
-        self.workers[name] = Worker(next(self.numbers), offered)
-        self.say_hello(name)
-
-    @precondition(lambda self: self.workers)
-    @rule(data=st.data())
-    def kill_worker(self, data: st.DataObject) -> None:
-        self.undisturbed = False
-        self.kill(data.draw(st.sampled_from(sorted(self.workers))))
-        self.carry_out()
+        if name not in self.workers:
+            self.workers[name] = Worker(next(self.numbers), offered)
+            self.say_hello(name)
 
     def kill(self, name: str) -> None:
         if self.workers.pop(name, None) is not None:
@@ -226,18 +219,19 @@ class RolloutMachine(RuleBasedStateMachine):
             self.planner.stay(name)
             self.carry_out()
 
-    @rule(file_lost=st.booleans(), hellos=st.booleans())
-    def planner_restarts(self, *, file_lost: bool, hellos: bool) -> None:
-        self.undisturbed = False
+    @rule(file_lost=st.booleans())
+    def planner_restarts(self, *, file_lost: bool) -> None:
+        self.restart(file_lost=file_lost)
+        for name in [*self.workers, *self.routers]:
+            self.say_hello(name)
+
+    def restart(self, *, file_lost: bool) -> None:
         if file_lost:
             self.stored = None
             self.heard_epoch = 0
         self.to_planner.clear()
         self.broadcast = self.asked = None
         self.planner = self.start()
-        if hellos:
-            for name in [*self.workers, *self.routers]:
-                self.say_hello(name)
 
     def say_hello(self, name: str) -> None:
         worker, router = self.workers.get(name), self.routers.get(name)
@@ -245,6 +239,7 @@ class RolloutMachine(RuleBasedStateMachine):
             self.hear(("hello", name, worker.incarnation, worker.known))
         elif router is not None:
             self.hear(("hello", name, router.incarnation, router.placement))
+            self.hear(("epoch", name, router.incarnation, router.epoch))
 
     # ---------------------------------------------------------------- messages
 
@@ -281,14 +276,10 @@ class RolloutMachine(RuleBasedStateMachine):
     # ---------------------------------------------------------------- members at work
 
     @precondition(lambda self: any(worker.command for worker in self.workers.values()))
-    @rule(
-        data=st.data(),
-        loads=st.integers(0, 6),
-        fate=st.sampled_from(["well", "well", "fault", "refusal"]),
-    )
-    def worker_works(self, data: st.DataObject, loads: int, fate: str) -> None:
+    @rule(data=st.data(), loads=st.integers(0, 6))
+    def worker_works(self, data: st.DataObject, loads: int) -> None:
         busy = sorted(name for name, worker in self.workers.items() if worker.command)
-        self.work(data.draw(st.sampled_from(busy)), loads, fate)
+        self.work(data.draw(st.sampled_from(busy)), loads, "well")
 
     def work(self, name: str, loads: int, fate: str) -> None:
         worker = self.workers[name]
@@ -296,8 +287,6 @@ class RolloutMachine(RuleBasedStateMachine):
         assert command is not None
         who = {"id": name, "incarnation": worker.incarnation}
         lacking = worker.lacking()
-        if fate != "well" and lacking:
-            self.undisturbed = False
         if fate == "refusal" and lacking:
             worker.refused = True
             done = SlotsReady(
@@ -380,28 +369,33 @@ class RolloutMachine(RuleBasedStateMachine):
             self.all_goes_well()
 
     @rule(
-        fates=st.lists(
-            st.sampled_from(["well", "well", "fault", "refusal", "silence"]),
-            min_size=len(RANKS),
-            max_size=len(RANKS),
-        ),
-        told=st.booleans(),
-        heard=st.booleans(),
-        seen=st.booleans(),
+        rounds=st.integers(1, 5),
+        slow=st.none() | st.sampled_from(RANKS),
+        told=st.sampled_from([True, True, False]),
+        heard=st.sampled_from([True, True, False]),
+        seen=st.sets(st.sampled_from(ROUTERS)),
         seconds=st.sampled_from([0.0, 0.5, 1.0, 6.0]),
     )
-    def much_goes_wrong(
-        self, fates: list[str], *, told: bool, heard: bool, seen: bool, seconds: float
+    def some_lag_behind(
+        self,
+        rounds: int,
+        slow: str | None,
+        *,
+        told: bool,
+        heard: bool,
+        seen: set[str],
+        seconds: float,
     ) -> None:
-        self.go_on(dict(zip(RANKS, fates, strict=True)), told, heard, seen, seconds)
+        for _ in range(rounds):
+            self.go_on({} if slow is None else {slow: "silence"}, told, heard, seen, seconds)
 
     def all_goes_well(self) -> None:
         for worker in self.workers.values():
             worker.failed.clear()
-        self.go_on({}, True, True, True, 0.5)
+        self.go_on({}, True, True, {*self.routers, *self.workers}, 0.5)
 
     def go_on(
-        self, fates: dict[str, str], told: bool, heard: bool, seen: bool, seconds: float
+        self, fates: dict[str, str], told: bool, heard: bool, seen: set[str], seconds: float
     ) -> None:
         while heard and self.to_planner:
             self.hear(self.to_planner.pop(0))
@@ -413,20 +407,15 @@ class RolloutMachine(RuleBasedStateMachine):
             fate = fates.get(name, "well")
             if worker.command is not None and fate != "silence":
                 self.work(name, 100, fate)
-        for name in [*self.routers, *self.workers] if seen else ():
+        for name in sorted(seen):
             self.give_view(name)
         self.now += seconds
         self.carry_out()
 
     # ---------------------------------------------------------------- what must always hold
 
-    @invariant()
-    def routers_find_what_they_were_promised(self) -> None:
-        """Until something fails, no router ever names a slot that lacks the expert, whichever
-        placement it uses and whatever messages are late, lost or repeated.
-        """
-        if not self.undisturbed:
-            return
+    def check_promises(self) -> None:
+        """Whichever placement a router uses, every slot that it names holds the expert."""
         for router in self.routers.values():
             if router.placement is not None:
                 assert not unserved(router.placement, self.workers.keys())
@@ -465,7 +454,6 @@ class RolloutMachine(RuleBasedStateMachine):
             if still > (4 if self.planner.idle() else 30):
                 break
         self.check_rest()
-        self.routers_find_what_they_were_promised()
 
     def check_rest(self) -> None:
         placement, planner = self.planner.committed, self.planner
@@ -487,5 +475,49 @@ class RolloutMachine(RuleBasedStateMachine):
             assert staying.keys() <= set(placement.ranks) | self.left_out
 
 
-RolloutMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
-TestRollout = RolloutMachine.TestCase
+class PromisesMachine(CalmMachine):
+    @invariant()
+    def routers_find_what_they_were_promised(self) -> None:
+        self.check_promises()
+
+
+class FaultsMachine(CalmMachine):
+    """Besides, workers die and start again, loads fail, and a new planner may be left alone."""
+
+    @rule(name=st.sampled_from(RANKS), offered=st.sampled_from([0, 0, 2, 3, 4, 9]))
+    def restart_worker(self, name: str, offered: int) -> None:
+        self.kill(name)
+        self.start_worker(name, offered)
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def kill_worker(self, data: st.DataObject) -> None:
+        self.kill(data.draw(st.sampled_from(sorted(self.workers))))
+        self.carry_out()
+
+    @rule(file_lost=st.booleans())
+    def planner_restarts_unheard(self, *, file_lost: bool) -> None:
+        self.restart(file_lost=file_lost)
+
+    @precondition(lambda self: any(worker.command for worker in self.workers.values()))
+    @rule(data=st.data(), loads=st.integers(0, 6), fate=st.sampled_from(["fault", "refusal"]))
+    def worker_fails(self, data: st.DataObject, loads: int, fate: str) -> None:
+        busy = sorted(name for name, worker in self.workers.items() if worker.command)
+        self.work(data.draw(st.sampled_from(busy)), loads, fate)
+
+    @rule(
+        fates=st.lists(
+            st.sampled_from(["well", "well", "fault", "refusal", "silence"]),
+            min_size=len(RANKS),
+            max_size=len(RANKS),
+        ),
+        seconds=st.sampled_from([0.0, 0.5, 1.0, 6.0]),
+    )
+    def much_goes_wrong(self, fates: list[str], seconds: float) -> None:
+        self.go_on(dict(zip(RANKS, fates, strict=True)), True, True, set(RANKS), seconds)
+
+
+PromisesMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestPromises = PromisesMachine.TestCase
+FaultsMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestFaults = FaultsMachine.TestCase

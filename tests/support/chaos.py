@@ -7,6 +7,7 @@ its processes through ``/proc``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import os
 import random
@@ -184,15 +185,13 @@ class Chaos:
         pid = int(text or 0)
         return pid if _is_named(pid, id_) else 0
 
-    def signal(self, id_: str, number: signal.Signals) -> float:
-        """Send it; returns when (monotonic seconds)."""
+    def signal(self, id_: str, number: signal.Signals) -> int:
+        """Send it to the member's process; returns its pid, 0 if there is none."""
         pid = self.pid(id_)
-        assert pid, f"there is no {id_}"
-        now = time.monotonic()
-        if number != signal.SIGCONT:
-            self._deaths[id_].append(now)
-        os.kill(pid, number)
-        return now
+        if pid:
+            self._deaths[id_].append(time.monotonic())
+            os.kill(pid, number)
+        return pid
 
     def victim(self, role: str) -> str:
         """The member of that role that has had least faults lately: the launcher waits ever longer
@@ -218,6 +217,12 @@ class Chaos:
         if not ranks:
             return False
         return self.ask(random_placement(placement, ranks, draw), PlanDetail) is not None
+
+
+def go_on(pid: int) -> None:
+    """Let a stopped process go on, if it still is there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
 
 
 def _serving(placement: Placement) -> list[str]:
