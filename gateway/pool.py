@@ -1,7 +1,7 @@
 """The gateway's links to all routers: connect, ping, read, and tell the sequence table.
 
-One DEALER per router of the newest view, one reading task each. Losing the connection, or five
-seconds of silence on it, moves the router's sequences elsewhere at once.
+One DEALER per router of the newest view, one reading task each. Losing the connection, or silence
+on it, moves the router's sequences elsewhere at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gateway.sequences import SequenceTable
 from mesh.links import ClientLink, LinkClosed, LinkError, Net
 from mesh.messages import FromRouter, Member, Ping, Pong, Rejected, Tokens, ToRouter, View
 
-PING_S = 1.0
+PING_S = 0.4
 
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
@@ -84,7 +84,7 @@ class Pool:
         self._note_readiness()
 
     async def run(self) -> None:
-        """Ping every router each second, notice silent ones, retry what waits; until cancelled."""
+        """Ping every router, notice silent ones, retry what waits; until cancelled."""
         try:
             while True:
                 for link in self._links.values():
@@ -92,7 +92,11 @@ class Pool:
                         link.send(self._ping)
                 await asyncio.sleep(PING_S)
                 now = time.monotonic()
-                for id_ in self._routers.silent(now):
+                quiet, hung = self._routers.silent(now)
+                for id_ in quiet:
+                    moved = self.table.on_router_quiet(id_, now)
+                    self._log.warning("router.quiet", router=id_, moved=moved)
+                for id_ in hung:
                     self._lose(id_, "fell silent")
                 self.table.place_waiting(now)
                 self._note_readiness()

@@ -10,8 +10,11 @@ from collections.abc import Collection, Sequence
 from gateway.affinity import PrefixTable
 from mesh.messages import Member, MemberState, Pong, View
 
-SILENT_S = 5.0
-"""A connected router that answers no Ping for this long is taken for hung."""
+QUIET_S = 1.2
+"""A connected router that answers no Ping for this long takes no work until it does: what it has
+goes on elsewhere if it can, as the router may only be slow."""
+HUNG_S = 5.0
+"""After this long it is taken for hung."""
 _LEAST_FREE = 8
 """A router that has less than one part in this many of its KV blocks free can take no more."""
 _AFFINITY_SLACK = 4
@@ -24,7 +27,18 @@ class Router:
     ``capacity``: how many it can run at once.
     """
 
-    __slots__ = ("active", "capacity", "heard_at", "link_up", "member", "others", "ready", "reason")
+    __slots__ = (
+        "active",
+        "capacity",
+        "heard_at",
+        "hung",
+        "link_up",
+        "member",
+        "others",
+        "quiet",
+        "ready",
+        "reason",
+    )
 
     def __init__(self, member: Member, capacity: int) -> None:
         self.member = member
@@ -33,8 +47,14 @@ class Router:
         self.ready = False
         self.reason = "has not answered yet"
         self.heard_at = 0.0
+        self.quiet = self.hung = False  # for so long that it was reported
         self.active = 0
         self.others = 0
+
+    def heard(self, now: float) -> None:
+        """It said something."""
+        self.heard_at = now
+        self.quiet = self.hung = False
 
     @property
     def takes_work(self) -> bool:
@@ -102,7 +122,7 @@ class Routers:
             router.link_up = up
             router.ready = False
             router.reason = "has not answered yet" if up else "not connected"
-            router.heard_at = now
+            router.heard(now)
             if not up:
                 self._prefixes.forget(id_)
 
@@ -110,7 +130,7 @@ class Routers:
         """Any message came from ``id_``."""
         router = self._routers.get(id_)
         if router is not None:
-            router.heard_at = now
+            router.heard(now)
 
     def pong(self, id_: str, pong: Pong, now: float) -> bool:
         """Take an answer; True when the router takes work now and did not before.
@@ -121,7 +141,7 @@ class Routers:
         if router is None:
             return False
         before = router.takes_work
-        router.heard_at = now
+        router.heard(now)
         if (pong.router, pong.incarnation) != (id_, router.member.incarnation):
             # It was replaced; work sent now would have to move when the view says so.
             router.ready = False
@@ -144,16 +164,24 @@ class Routers:
             router.ready = False
             router.reason = reason
 
-    def silent(self, now: float) -> list[str]:
-        """Connected routers that fell silent; they take no work until they answer again."""
-        found = []
+    def silent(self, now: float) -> tuple[list[str], list[str]]:
+        """Connected routers that have newly been quiet for ``QUIET_S``, and for ``HUNG_S``; they
+        take no work until they answer again. Call it several times within ``QUIET_S``.
+        """
+        quiet, hung = [], []
         for id_, router in self._routers.items():
-            if router.link_up and now - router.heard_at > SILENT_S:
-                if router.ready:
-                    found.append(id_)
-                router.ready = False
-                router.reason = f"has not answered for {now - router.heard_at:.0f} s"
-        return found
+            silent_s = now - router.heard_at
+            if not router.link_up or silent_s <= QUIET_S:
+                continue
+            if not router.quiet:
+                router.quiet = True
+                quiet.append(id_)
+            if silent_s > HUNG_S and not router.hung:
+                router.hung = True
+                hung.append(id_)
+            router.ready = False
+            router.reason = f"has not answered for {silent_s:.0f} s"
+        return quiet, hung
 
     def pick(self, prompt: Sequence[int], exclude: Collection[str] = ()) -> str | None:
         """The router for a sequence: where its prefix is cached unless that one is much busier.

@@ -22,6 +22,8 @@ from mesh.messages import Cancel, Delta, Rejected, Sampling, Submit, Tokens, ToR
 
 _MAX_MOVES = 8
 """A sequence that loses its router this often may be what kills them."""
+_MAX_QUIET_MOVES = 3
+"""A sequence that has moved this often stays with a router that may only be slow."""
 _ROUTER_DEADLINE_SLACK_S = 1.0
 """The router gives a sequence up a little after the gateway has, which knows how to say it."""
 _RELOAD_S = 5.0
@@ -250,11 +252,27 @@ class SequenceTable:
 
     def on_router_lost(self, router: str, now: float) -> None:
         """Move everything that ran on ``router``."""
-        lost = [s for s in self._running.values() if s.router == router]
-        if lost:
+        self._move_all([s for s in self._running.values() if s.router == router], router, now)
+
+    def on_router_quiet(self, router: str, now: float) -> int:
+        """Move what ran on ``router`` and can go on elsewhere at once; returns how many that are.
+        The rest waits for it: it may only be slow.
+        """
+        moving = [
+            s
+            for s in self._running.values()
+            if s.router == router
+            and s.moves < _MAX_QUIET_MOVES
+            and self._routers.pick(s.prompt) is not None
+        ]
+        self._move_all(moving, router, now)
+        return len(moving)
+
+    def _move_all(self, sequences: list[Sequence], router: str, now: float) -> None:
+        if sequences:
             # In case it only hangs; a dead one cannot be reached anyway.
-            self._send(router, Cancel(requests=tuple(s.wire for s in lost)))
-        for sequence in lost:
+            self._send(router, Cancel(requests=tuple(s.wire for s in sequences)))
+        for sequence in sequences:
             self._take_away(sequence)
             self._move(sequence, now)
 

@@ -79,7 +79,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
             model_digest=model_digest,
             suspect_after_s=settings.suspect_after_ms / 1000,
             dead_after_s=settings.dead_after_ms / 1000,
-            tick_s=settings.heartbeat_ms / 1000,
+            tick_s=min(settings.heartbeat_ms, settings.suspect_after_ms / 6) / 1000,
         )
 
 

@@ -195,7 +195,7 @@ class Coordinator:
         return self._step(gone, now, peer) + self._settle(now)
 
     def tick(self, now: float) -> list[Effect]:
-        """Time passes; call it every ``Rules.tick_s``."""
+        """Time passes; call it every ``tick_s``."""
         return self._step(Tick(), now, b"") + self._settle(now)
 
     def thought(self, thought: Thought, seconds: float, now: float) -> list[Effect]:
@@ -215,6 +215,11 @@ class Coordinator:
         return effects + self._settle(now)
 
     # -------------------------------------------------------------- questions
+
+    @property
+    def tick_s(self) -> float:
+        """Pause between calls of ``tick``."""
+        return self._rules.tick_s
 
     def member_at(self, peer: bytes) -> Hello | None:
         """What the member said of itself who speaks on that connection."""
@@ -385,8 +390,13 @@ class Coordinator:
             self._rollout.router_gone(change.id)
             self._desk.gone(change.id)
             self._prices.gone(change.id)
-        elif role == "expert" and change.after == "draining":
-            self._rollout.drain(change.id)
+        elif role == "expert":
+            if change.after == "draining":
+                self._rollout.drain(change.id)
+            if change.after != "suspect":
+                self._rollout.heard(change.id)
+            elif record is not None and record.closed_s is None:
+                self._rollout.silent(change.id)
         if change.before == change.after or change.after is None:
             return []
         began = change.after == "ready" and change.before in {"joining", "loading"}

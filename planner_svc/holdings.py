@@ -26,7 +26,9 @@ class Holdings:
         self.promised: dict[str, Slots] = {}
         """What each rank of the committed placement holds by it."""
         self.lost: set[str] = set()
-        """Ranks of the committed placement whose experts there are gone for good."""
+        """Ranks of the committed placement whose experts there are gone for good, or seem to be."""
+        self.doubted: set[str] = set()
+        """Those of them that are silent: what they hold may be there."""
         self._moe_layers = moe_layers
         self._commands = first_command
         self._kept: dict[str, Slots] | None = None
@@ -46,9 +48,27 @@ class Holdings:
         """Its process has ended; False if there was none."""
         if self.ranks.pop(rank, None) is None:
             return False
+        self.doubted.discard(rank)
         self.lost |= {rank} & self.promised.keys()
         self._kept = None
         return True
+
+    def heard(self, rank: str) -> None:
+        """A silent rank speaks again: what was doubted, and not replaced yet, is there."""
+        state = self.ranks.get(rank)
+        if state is None or not state.silent:
+            return
+        state.silent = False
+        if rank in self.doubted:
+            self.doubted.discard(rank)
+            self.lost.discard(rank)
+            self._kept = None
+
+    def give_up(self, ranks: Collection[str]) -> None:
+        """Silent ``ranks`` count as dead until they are heard: others are to hold what they do."""
+        self.doubted |= set(ranks) & (self.promised.keys() - self.lost)
+        self.lost |= self.doubted
+        self._kept = None
 
     def absent(self) -> None:
         """Ranks of the committed placement that have not come are gone."""
@@ -66,6 +86,7 @@ class Holdings:
         self.committed = placement
         self.promised = layout_of(placement)
         self.lost = set(lost) & self.promised.keys()
+        self.doubted &= self.lost
         self._kept = None
 
     def learn(self, placement: Placement) -> None:
@@ -126,9 +147,17 @@ class Holdings:
         offered = self.ranks[rank].offered
         return 2 * num_experts if offered == UNLIMITED else offered
 
+    def silent(self) -> frozenset[str]:
+        """Ranks of which nothing has been heard for a while."""
+        return frozenset(rank for rank, state in self.ranks.items() if state.silent)
+
     def staying(self) -> frozenset[str]:
-        """Live ranks that do not drain."""
-        return frozenset(rank for rank, state in self.ranks.items() if not state.draining)
+        """Live ranks that do not drain; a silent one only while something is promised of it."""
+        return frozenset(
+            rank
+            for rank, state in self.ranks.items()
+            if not state.draining and (not state.silent or rank in self.promised)
+        )
 
     def steady(self) -> bool:
         """Everything that is promised is there, and nothing else but on ranks without a promise."""
@@ -141,7 +170,8 @@ class Holdings:
 
     def check(self) -> None:
         """Assert what must hold after each event."""
-        assert self.lost <= self.promised.keys()
+        assert self.doubted <= self.lost <= self.promised.keys()
+        assert self.doubted <= self.silent()
         for rank, state in self.ranks.items():
             assert not (state.acknowledged and (state.error or state.command is None))
             if state.command is not None:

@@ -34,6 +34,8 @@ class RankState:
     ready: bool = False
     """Its own word: it serves what it holds."""
     draining: bool = False
+    silent: bool = False
+    """Nothing has been heard of it for a while: it may be dead, or only slow."""
     answered: bool = False
     """It has acknowledged a command, or refused one: ``sure`` is all that it holds."""
     sure: Slots = ()

@@ -142,6 +142,19 @@ class Rollout:
         if (state := self._held.ranks.get(rank)) is not None:
             state.ready = is_ready
 
+    def silent(self, rank: str) -> None:
+        """Nothing has been heard of an expert worker for a while: it may be dead, or only slow.
+
+        What nobody else holds is placed elsewhere at once; it keeps the rest, as routers go round
+        it themselves.
+        """
+        if (state := self._held.ranks.get(rank)) is not None:
+            state.silent = True
+
+    def heard(self, rank: str) -> None:
+        """A silent worker speaks again."""
+        self._held.heard(rank)
+
     def gone(self, rank: str, now: float) -> None:
         """An expert worker died or left."""
         if not self._held.gone(rank):
@@ -265,6 +278,7 @@ class Rollout:
         """Take one step; False when something must happen first."""
         if self.committed is None:
             return self._urgent.place_first(now)
+        self._doubt()
         kept = self._held.kept()
         if kept != self._held.promised:
             if not self._runner.lacks(kept):
@@ -281,6 +295,18 @@ class Rollout:
         if wave.phase != "loading":
             return self._runner.settle(wave, now)
         return self._urgent.load(wave, now) if wave.urgent else self._load(wave, now)
+
+    def _doubt(self) -> None:
+        """Give up silent ranks that hold what no other does, if there are others."""
+        silent = self._held.silent()
+        kept = self._held.kept()
+        doubted = silent & kept.keys()
+        if not doubted or self._held.staying() <= silent:
+            return
+        others = {rank: slots for rank, slots in kept.items() if rank not in silent}
+        if self._runner.unplaced(others) != self._runner.unplaced(kept):
+            self._held.give_up(doubted)
+            self._runner.note("ranks.doubted", ranks=sorted(doubted, key=rank_key))
 
     def _set_out(self, now: float) -> bool:
         """All is as promised: begin the next wave."""

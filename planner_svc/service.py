@@ -75,9 +75,8 @@ class Planner:
 
     async def tick(self) -> None:
         """Let time pass for the coordinator."""
-        pause_s = self._ctx.settings.planner.heartbeat_ms / 1000
         while True:
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(self._coordinator.tick_s)
             self._carry_out(self._coordinator.tick(time.monotonic()))
 
     async def think(self) -> None:

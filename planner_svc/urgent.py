@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mesh.messages import Placement
 from mesh.placement import EMPTY
-from planner_svc.holdings import Holdings, unplaced
+from planner_svc.holdings import Holdings
 from planner_svc.moves import ModelShape, RolloutRules
 from planner_svc.policies.problem import PlanError
 from planner_svc.sharing import first, repaired
@@ -97,8 +97,9 @@ class Urgent:
             self.runner.end()
             wave = None
         if wave is not None:
-            on_the_way = {(load.layer, load.expert) for load in wave.loads}
-            lost = unplaced(kept, len(self.shape.moe_layers), self.shape.num_experts)
+            silent = self.held.silent()
+            on_the_way = {(i.layer, i.expert) for i in wave.loads if i.rank not in silent}
+            lost = self.runner.unplaced(kept)
             if all((at, expert) in on_the_way for at, row in enumerate(lost) for expert in row):
                 return self.load(wave, now)
         return self._repair(kept, now, wave)
@@ -145,7 +146,8 @@ class Urgent:
         """Plan where lost experts go; loads of ``wave`` that have not failed stay as they are."""
         runner = self.runner
         loads = () if wave is None else wave.loads
-        going_on = [load for load in loads if not runner.failed(load)]
+        silent = self.held.silent()
+        going_on = [i for i in loads if not (runner.failed(i) or i.rank in silent)]
         wants = self._homes(kept, {(load.layer, load.expert): load.rank for load in going_on})
         if wants is None:
             runner.end()
@@ -178,7 +180,8 @@ class Urgent:
     def _homes(self, kept: Layout, already: Mapping[tuple[int, int], str]) -> Wants | None:
         """On ranks that are to stay, else on any; None when there is no room, and why in words."""
         message = ""
-        for takers in (self.held.staying(), self.held.ranks.keys()):
+        silent = self.held.silent()
+        for takers in (self.held.staying() - silent, self.held.ranks.keys() - silent):
             try:
                 wants = repaired(
                     kept,

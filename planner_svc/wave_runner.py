@@ -143,7 +143,7 @@ class WaveRunner:
             rank
             for rank in wave.union
             if (state := self._held.ranks.get(rank)) is not None
-            and not (state.told(self._kept_by(rank)) and state.acknowledged)
+            and not (state.silent or (state.told(self._kept_by(rank)) and state.acknowledged))
         ]
         if slow:
             self._alarm(wave, slow, "did not give up old slots", now)
@@ -164,7 +164,9 @@ class WaveRunner:
     # -------------------------------------------------------------- what ranks are told
 
     def send(self, now: float) -> None:
-        """Command each rank to hold what it is to hold now, until it says that it does."""
+        """Command each rank to hold what it is to hold now, until it says that it does. A silent
+        one is told when it speaks again, as it then may have to give up nothing.
+        """
         wave, committed = self.wave, self._held.committed
         loading: set[str] = set()
         if wave is not None and wave.phase == "loading":
@@ -175,7 +177,7 @@ class WaveRunner:
         if wave is not None and not wave.urgent and loading and self._rules.move_bytes_per_s:
             bytes_per_s = max(1, self._rules.move_bytes_per_s // len(loading))
         epoch = wave.epoch if wave is not None else 0
-        for rank in self._held.ranks:
+        for rank in self._held.ranks.keys() - self._held.silent():
             told = self._held.tell(
                 rank,
                 self.aim(rank),
@@ -190,6 +192,8 @@ class WaveRunner:
     def aim(self, rank: str) -> Slots:
         """What the rank is to hold now."""
         kept, wave = self._kept_by(rank), self.wave
+        if rank in self._held.doubted:
+            return self._held.promised[rank]
         if wave is None or wave.phase == "draining":
             return kept
         if wave.phase == "committing":
@@ -225,9 +229,13 @@ class WaveRunner:
         """Routers that still use an older placement."""
         return [router for router, used in self.routers.items() if 0 < used < epoch]
 
+    def unplaced(self, layout: Layout) -> tuple[frozenset[int], ...]:
+        """``[moe layers]`` experts that are on no rank of ``layout``."""
+        return unplaced(layout, len(self._shape.moe_layers), self._shape.num_experts)
+
     def lacks(self, layout: Layout) -> bool:
         """Whether some expert is on no rank of ``layout``."""
-        return any(unplaced(layout, len(self._shape.moe_layers), self._shape.num_experts))
+        return any(self.unplaced(layout))
 
     def is_loaded(self, load: Load) -> bool:
         """Whether the rank is known to hold it."""

@@ -473,7 +473,8 @@ class Engine:
         if view is not None and view.placement is not None:
             placement = view.placement
             if placement.epoch >= self._experts.epoch:
-                self._experts.route_by(placement, self._lanes.serving(), self._lanes.coming())
+                lanes = self._lanes
+                self._experts.route_by(placement, lanes.serving(), lanes.coming(), lanes.silent())
         for peer in gone:
             self._experts.lane_lost(peer)
         self._unserved = self._describe_unserved()

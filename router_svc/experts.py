@@ -102,6 +102,7 @@ class MeshExperts:
         self._routes = no_routes(moe_layers, self.counts, capacity_tokens)
         self._serving: Collection[str] = ()
         self._coming: Collection[str] = ()
+        self._silent: Collection[str] = ()
         self._slow: dict[str, float] = {}  # rank that is gone round -> since when it owes an answer
         self._in_flight: dict[str, dict[int, Piece]] = {}
         self._queued: dict[str, deque[Piece]] = {}
@@ -133,19 +134,28 @@ class MeshExperts:
         return bool(self._parked)
 
     def route_by(
-        self, placement: Placement, serving: Collection[str], coming: Collection[str] = ()
+        self,
+        placement: Placement,
+        serving: Collection[str],
+        coming: Collection[str] = (),
+        silent: Collection[str] = (),
     ) -> None:
         """Use a placement and the ranks that serve it from the next dispatch on, and send what
-        was parked. What only ``coming`` ranks are about to serve waits for them without limit.
+        was parked, and what slow ranks have and others now serve too. What only ``coming`` ranks
+        are about to serve waits for them without limit. ``silent`` ranks are slow as soon as they
+        owe an answer.
         """
         # Time counts only while nobody is about to serve them.
         now = self._clock()
         parked = [replace(i, since=now) if self._will_be_served(i) else i for i in self._parked]
-        self._serving, self._coming = serving, coming
+        self._serving, self._coming, self._silent = serving, coming, silent
         self._set_routes(placement)
         self._parked = []
         for item in parked:
             self._send_parked(item)
+        for peer in self._slow:
+            self._send_round(peer)
+        self._look_at = 0.0
 
     def _set_routes(self, placement: Placement) -> None:
         self._routes = RouteTable(
@@ -221,7 +231,11 @@ class MeshExperts:
         owing = self._owing()
         hung = [peer for peer, since in owing.items() if now - since >= self._answer_timeout_s]
         patience_s = max(_SLOW_S, _SLOW_FACTOR * self._longest_s)
-        slow = [p for p, at in owing.items() if now - at >= patience_s and p not in self._slow]
+        slow = [
+            peer
+            for peer, since in owing.items()
+            if peer not in self._slow and (now - since >= patience_s or peer in self._silent)
+        ]
         if slow:
             self._slow |= {peer: owing[peer] for peer in slow}
             self._set_routes(self._routes.placement)

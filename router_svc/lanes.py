@@ -125,6 +125,10 @@ class Lanes:
         """Workers that are loading what the placement says."""
         return {id_ for id_, w in self._wanted.items() if w.member.state in _COMING}
 
+    def silent(self) -> set[str]:
+        """Workers of which the planner has not heard for a while."""
+        return {id_ for id_, w in self._wanted.items() if w.member.state == "suspect"}
+
     def serving(self) -> set[str]:
         """Workers that have a lane and hold what the placement says."""
         up = self._plane.peers()

@@ -51,8 +51,8 @@ class Router:
 
 
 class CalmMachine(RuleBasedStateMachine):
-    """Messages are late, lost, repeated and out of order; workers join, are slow and drain; routers
-    come and go; the planner is started again. No worker dies and no load fails.
+    """Messages are late, lost, repeated and out of order; workers join, are slow, fall silent and
+    drain; routers come and go; the planner is started again. No worker dies and no load fails.
     """
 
     def __init__(self) -> None:
@@ -156,6 +156,7 @@ class CalmMachine(RuleBasedStateMachine):
         member = self.workers.get(name) or self.routers.get(name)
         if member is None or member.incarnation != incarnation:
             return  # the planner fences the dead
+        self.planner.heard(name)
         match kind:
             case "hello":
                 if isinstance(content, Placement):
@@ -202,6 +203,13 @@ class CalmMachine(RuleBasedStateMachine):
     def kill_router(self, name: str) -> None:
         self.planner.router_gone(name)
         self.routers.pop(name, None)
+        self.carry_out()
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def worker_falls_silent(self, data: st.DataObject) -> None:
+        """Until the planner hears it again; what it says before may take its time."""
+        self.planner.silent(data.draw(st.sampled_from(sorted(self.workers))))
         self.carry_out()
 
     @precondition(lambda self: self.workers)
@@ -390,8 +398,9 @@ class CalmMachine(RuleBasedStateMachine):
             self.go_on({} if slow is None else {slow: "silence"}, told, heard, seen, seconds)
 
     def all_goes_well(self) -> None:
-        for worker in self.workers.values():
+        for name, worker in self.workers.items():
             worker.failed.clear()
+            self.planner.heard(name)
         self.go_on({}, True, True, {*self.routers, *self.workers}, 0.5)
 
     def go_on(

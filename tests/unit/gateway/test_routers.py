@@ -1,7 +1,7 @@
 import pytest
 
 from gateway.affinity import PrefixTable
-from gateway.routers import SILENT_S, Routers
+from gateway.routers import HUNG_S, QUIET_S, Routers
 from mesh.messages import Load, Member, Pong, View
 
 PROMPT = tuple(range(64))
@@ -116,12 +116,16 @@ def test_a_dead_member_is_gone(routers):
 
 
 def test_silence_is_noticed_once_and_ends_with_an_answer(routers):
-    routers.heard("r1", SILENT_S)
-    assert routers.silent(SILENT_S + 0.1) == ["r0"]
-    assert routers.silent(SILENT_S + 0.2) == []
+    routers.heard("r1", QUIET_S)
+    assert routers.silent(QUIET_S + 0.1) == (["r0"], [])
+    assert routers.silent(QUIET_S + 0.2) == ([], [])
     assert routers.pick(PROMPT) == "r1"
-    assert routers.pong("r0", pong("r0"), SILENT_S + 1)
+    routers.heard("r1", HUNG_S)
+    assert routers.silent(HUNG_S + 0.1) == ([], ["r0"])
+    assert routers.silent(HUNG_S + 0.2) == ([], [])
+    assert routers.pong("r0", pong("r0"), HUNG_S + 1)
     assert routers.why_not_ready() == ""
+    assert routers.silent(2 * HUNG_S + 2) == (["r0", "r1"], ["r0", "r1"])
 
 
 @pytest.mark.parametrize(

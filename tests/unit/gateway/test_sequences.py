@@ -167,6 +167,34 @@ def test_a_lost_router_hands_over_without_gap_or_repeat():
     assert world.received() == [[5], [6], [7]]
 
 
+def test_a_quiet_router_keeps_what_can_go_nowhere_else():
+    world = World("r0", "r1")
+    world.open()
+    world.tokens(5)
+    first = world.submits()[-1]
+    world.routers.refused("r0", "has not answered for 2 s")
+    assert world.table.on_router_quiet("r0", 1.0) == 1
+    router, second = world.sent[-1]
+    assert (router, second.output) == ("r1", (5,))
+    world.tokens(6, request=first.request)  # a late word of the quiet router
+    world.routers.refused("r1", "has not answered for 2 s")
+    assert world.table.on_router_quiet("r1", 2.0) == 0
+    world.tokens(7, finish="length")
+    assert world.received() == [[5], [7]]
+
+
+def test_a_sequence_that_has_moved_often_stays_with_a_quiet_router():
+    world = World("r0", "r1")
+    sequence = world.open()
+    moved = []
+    for _ in range(4):
+        here = sequence.router
+        world.routers.refused(here, "has not answered for 2 s")
+        moved.append(world.table.on_router_quiet(here, 1.0))
+        world.answers(here)
+    assert moved == [1, 1, 1, 0]
+
+
 def test_without_another_router_it_waits_for_one():
     world = World("r0")
     world.open()

@@ -117,7 +117,8 @@ def test_a_slow_server_bounds_what_a_client_can_queue_and_loses_nothing(
         async with Wire(net, address, receive_queue=10) as wire:
             sent = 0
             refused_in_a_row = 0
-            while refused_in_a_row < 200:  # what is on its way settles while we keep trying
+            # What is on its way settles while we keep trying; ZeroMQ's thread may be late.
+            while refused_in_a_row < 200 or sent <= SEND_QUEUE:
                 if wire.client.send(_cancel(sent)):
                     sent += 1
                     refused_in_a_row = 0
@@ -125,7 +126,7 @@ def test_a_slow_server_bounds_what_a_client_can_queue_and_loses_nothing(
                     refused_in_a_row += 1
                 await asyncio.sleep(0)
             # Two ZeroMQ queues, our own, and what the kernel's socket buffers hold.
-            assert SEND_QUEUE < sent < 50_000
+            assert sent < 50_000
             assert wire.client.counters.unsent >= 200
             for i in range(sent):
                 _, message = await wire.server.recv()

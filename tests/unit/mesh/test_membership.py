@@ -283,4 +283,4 @@ def test_members_are_listed_by_role_and_id(planner: Planner) -> None:
 
 def test_rules_come_from_the_settings() -> None:
     rules = Rules.of(PlannerSettings(), "d1")
-    assert (rules.suspect_after_s, rules.dead_after_s, rules.tick_s) == (1.5, 5.0, 0.5)
+    assert (rules.suspect_after_s, rules.dead_after_s, rules.tick_s) == (1.2, 5.0, 0.2)

@@ -184,6 +184,8 @@ def test_a_pinned_expert_is_moved_to_where_it_is_pinned() -> None:
     assert detail.pins == (PinDetail(layer=1, expert=expert, ranks=("e0",)),)
     effects: list[Effect] = []
     for now in (2.0, 4.0, 6.0):
+        for rank in placement.ranks:
+            effects += obeyed(state, state.received(rank.encode(), beat(rank), now), now, policy())
         effects += obeyed(state, state.tick(now), now, policy())
     assert any(isinstance(effect, Think) for effect in effects)
     after = state.view.placement

@@ -57,6 +57,18 @@ def acknowledge(
     return effects
 
 
+def only_e0_speaks(state: Coordinator, since: float, until: float) -> list[Effect]:
+    """Time passes as in a planner's process; returns all effects."""
+    effects: list[Effect] = []
+    now = since
+    while now < until:
+        now += 0.2
+        effects += obeyed(state, state.received(b"e0", beat("e0"), now), now)
+        effects += obeyed(state, state.tick(now), now)
+        state.check()
+    return effects
+
+
 def status(state: Coordinator, now: float = 0.0) -> Status:
     (answer,) = sent(state.received(b"admin", GetStatus(), now), b"admin")
     assert isinstance(answer, Status)
@@ -172,13 +184,48 @@ def test_a_lost_connection_makes_a_suspect_then_dead_and_survivors_take_its_expe
     placed(state)
     (view,) = published(state.closed(b"e1", 1.0))
     assert view.members[-1].state == "suspect"
-    for tick in (1.5, 2.0, 2.5):
-        obeyed(state, state.received(b"e0", beat("e0"), tick), tick)
-        obeyed(state, state.tick(tick), tick)
+    only_e0_speaks(state, 1.0, 2.4)
     assert state.view.members[-1].state == "dead"
     assert state.view.placement is not None
     assert state.view.placement.ranks == ("e0",)
     assert not unserved(state.view.placement, ["e0"])
+
+
+def test_what_a_silent_worker_holds_is_placed_elsewhere_before_it_counts_as_dead() -> None:
+    state = coordinator()
+    before = placed(state)
+    effects = only_e0_speaks(state, 0.0, 1.4)
+    assert any(isinstance(effect, Note) and effect.event == "ranks.doubted" for effect in effects)
+    assert b"e1" not in assigned(effects)
+    assert state.view.members[-1].state == "suspect"
+    after = state.view.placement
+    assert after is not None
+    assert after.ranks == ("e0",)
+    assert not unserved(after, ["e0"])
+    # It was only slow: it serves again, and has given up nothing before routers knew.
+    effects = obeyed(state, state.received(b"e1", beat("e1"), 1.6), 1.6)
+    obeyed(state, state.tick(1.7), 1.7)
+    again = state.view.placement
+    assert again is not None
+    assert again.ranks == before.ranks
+    assert state.view.members[-1].state == "ready"
+
+
+def test_a_silent_worker_whose_experts_others_hold_keeps_them() -> None:
+    state = coordinator(redundant_slots=4)
+    before = placed(state)
+    only_e0_speaks(state, 0.0, 1.4)
+    assert state.view.members[-1].state == "suspect"
+    assert state.view.placement == before
+
+
+def test_the_only_worker_is_not_doubted() -> None:
+    state = coordinator(experts=1)
+    state.received(b"e0", hello("e0"), 0.0)
+    obeyed(state, state.received(b"e0", beat("e0"), 0.0), 0.0)
+    before = state.view.placement
+    assert not events(state.tick(2.0))[1:]
+    assert state.view.placement == before
 
 
 def test_a_new_process_of_a_dead_rank_gets_its_slots_again() -> None:
@@ -223,6 +270,7 @@ def test_a_restarted_planner_takes_the_placement_from_its_members() -> None:
     state = coordinator(first=9000)
     state.received(b"r0", hello("r0", "router", placement=placement), 0.0)
     assert not assigned(state.received(b"e0", hello("e0", placement=placement), 0.0))
+    state.received(b"e0", beat("e0"), SETTLE_S - 0.5)
     effects = state.tick(SETTLE_S)
     commands = assigned(effects)
     assert commands[b"e0"].epoch == 5

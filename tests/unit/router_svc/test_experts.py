@@ -395,6 +395,27 @@ def test_a_slow_worker_is_gone_round_until_it_answers(fleet, expert_weights, exa
         torch.testing.assert_close(mesh.finish(ticket), calm, atol=1e-5, rtol=1e-5)
 
 
+def test_what_only_a_silent_worker_had_goes_to_who_has_it_next(fleet, expert_weights) -> None:
+    weights = expert_weights(8)
+    mesh = Mesh(fleet, weights)
+    mesh.up({"a": [0, 1, 2, 3], "b": [4, 5, 6, 7]})
+    x, ids, w = batch(16, 8)
+    with torch.inference_mode():
+        mesh.workers["b"].held.clear()
+        ticket = mesh.dispatch(x, ids, w)
+        mesh.pump_until(lambda: ticket.missing == 1)
+        mesh.experts.route_by(mesh.placement, {"a", "b"}, silent={"b"})
+        assert mesh.experts.overdue() == ([], ["b"])
+        assert not ticket.done
+        mesh.start("c", [4, 5, 6, 7])
+        mesh.place({"a": [0, 1, 2, 3], "c": [4, 5, 6, 7]}, serving={"a", "b", "c"})
+        torch.testing.assert_close(
+            mesh.finish(ticket), expected(weights, x, ids, w), atol=1e-5, rtol=1e-5
+        )
+        mesh.workers["b"].held.set()
+        mesh.pump_until(lambda: mesh.plane.in_flight() == 0)
+
+
 def test_a_slow_worker_still_gets_what_nobody_else_serves_and_is_overdue_in_the_end(
     fleet, expert_weights
 ) -> None:
