@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from ep_kernels.few import FewLatent
 from ep_kernels.packed import PackedLinear, pack_linear
 from ep_kernels.rows import RmsNorm
 from torch.nn.functional import embedding
 
 from moe_model.architecture import GqaSpec, MlaSpec, ModelSpec
+from moe_model.attention.core import span_rows
 from moe_model.attention.gqa import GroupedQueryAttention, gqa_turns
 from moe_model.attention.mla import LatentAttention, expand_rule, mla_turns
 from moe_model.checkpoint import Checkpoint
@@ -38,6 +40,8 @@ class Layer:
 
     attention_norm: RmsNorm
     attention: Attention
+    few: FewLatent | None
+    """Norm, attention and sum for one token, if there is such a way."""
     ffn_norm: RmsNorm
     dense: SwiGlu | None
     gate: Gate | None
@@ -110,6 +114,10 @@ class RouterModel:
                 f"the cache has blocks of {kv.block_size}"
             )
         parts = self._layers[layer]
+        lone = plan.lone
+        if lone is not None and parts.few is not None:
+            rows = span_rows(kv, layer, lone)
+            return parts.few(h, plan.query_turn, plan.key_turn, rows)
         return parts.attention(parts.attention_norm(h), plan, kv, layer).add_(h)
 
     def ffn_input(self, layer: int, h: torch.Tensor) -> torch.Tensor:
@@ -208,9 +216,13 @@ def _load_layer(spec: ModelSpec, reader: _Reader, layer: int, kind: Weights, exa
         bias = reader.owned("router_bias", layer) if "router_bias" in roles else None
         router = reader.tensor("router", layer)
         gate = Gate(spec.gate, spec.experts_per_token, router, bias, exact=exact)
+    norm = reader.owned("attention_norm", layer)
+    attention = _load_attention(spec, reader, layer, kind, exact)
+    few = attention.few(norm, spec.norm_eps) if isinstance(attention, LatentAttention) else None
     return Layer(
-        attention_norm=RmsNorm(reader.owned("attention_norm", layer), spec.norm_eps),
-        attention=_load_attention(spec, reader, layer, kind, exact),
+        attention_norm=RmsNorm(norm, spec.norm_eps),
+        attention=attention,
+        few=few,
         ffn_norm=RmsNorm(reader.owned("ffn_norm", layer), spec.norm_eps),
         dense=ffn("dense"),
         gate=gate,

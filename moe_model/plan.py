@@ -132,6 +132,14 @@ class StepPlan:
     query_turn: torch.Tensor
     key_turn: torch.Tensor
 
+    @property
+    def lone(self) -> Span | None:
+        """The only part, if it is one token whose keys lie together."""
+        part = self.parts[0]
+        if self.num_tokens == 1 and isinstance(part, Span) and part.run >= 0:
+            return part
+        return None
+
 
 Turns: TypeAlias = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import linear, silu
 
+from ep_kernels.few import FewFfn
 from ep_kernels.packed import (
     Kind,
     Matrix,
@@ -32,11 +33,9 @@ from ep_kernels.packed import (
 )
 from ep_kernels.plane import FloatArray, IntArray
 
-_ALONE = 16
-"""Most pairs that take the path for a single token, whose scratch views are built once."""
-
-_UNGROUPED = 12
-"""Up to this many pairs of small experts, sorting costs more than the products it would merge."""
+_FEW = 40
+"""Up to this many pairs of small experts run in one call, one after another; beyond it a product
+for all pairs of an expert is worth sorting them and a call each."""
 
 _LINE_VALUES = 16
 """fp32 values in a cache line."""
@@ -158,15 +157,7 @@ class ExpertBank:
         whole_lines = hidden % _LINE_VALUES == 0 and intermediate % _LINE_VALUES == 0
         self._small = is_dispatch_bound(2 * intermediate, hidden) and (whole_lines or not exact)
         self._experts: list[ExpertWeights | None] = [None] * num_slots
-        gate_up = torch.empty(_ALONE, 2 * intermediate)
-        act = torch.empty(_ALONE, intermediate)
-        self._gate_up_rows = list(torch.split_with_sizes(gate_up, [1] * _ALONE))
-        self._act_rows = list(torch.split_with_sizes(act, [1] * _ALONE))
-        # Per pair count: gate, up and activation of the first that many scratch rows.
-        self._scratch = [
-            (gate_up[:n, :intermediate], gate_up[:n, intermediate:], act[:n])
-            for n in range(_ALONE + 1)
-        ]
+        self._few = FewFfn(hidden, intermediate, num_slots)
 
     @property
     def num_slots(self) -> int:
@@ -239,6 +230,8 @@ class ExpertBank:
             raise ValueError(f"{type(weights).__name__} was prepared by a bank of another layout")
         self._experts[slot] = weights
         self.holds[slot] = logical_expert
+        if isinstance(weights, SmallExpert):
+            self._few.put(slot, weights.gate_up, weights.down)
 
     def load(
         self,
@@ -254,6 +247,7 @@ class ExpertBank:
     def clear(self, slot: int) -> None:
         """Empty ``slot`` and free its weights."""
         self.holds[slot] = -1
+        self._few.clear(slot)
         self._experts[slot] = None
 
     def resize(self, num_slots: int) -> None:
@@ -263,6 +257,7 @@ class ExpertBank:
         holds = np.full(num_slots, -1, dtype=np.int32)
         stay = min(num_slots, self.num_slots)
         holds[:stay] = self.holds[:stay]
+        self._few.resize(num_slots)
         self._experts = self._experts[:stay] + [None] * (num_slots - stay)
         self.holds = holds
 
@@ -299,7 +294,12 @@ class ExpertBank:
             return
         if x.dtype is not torch.float32:
             x = x.float()
-        if x.shape[0] == 1 and pairs <= _ALONE:
+        if self._small and pairs <= _FEW and not self.exact:
+            bad = self._few(x, pair_token, pair_slot, pair_weight, out)
+            if bad is not None:
+                raise SlotEmptyError(int(pair_slot[bad]))
+            return
+        if x.shape[0] == 1 and not self._small:
             self._run_alone(x, pair_slot.tolist(), pair_weight.tolist(), out)
             return
         groups = self._group(pair_slot)
@@ -330,7 +330,7 @@ class ExpertBank:
             out.index_copy_(0, torch.from_numpy(groups.order), rows)
 
     def _group(self, pair_slot: IntArray) -> _Groups:
-        if self._small and (self.exact or pair_slot.size <= _UNGROUPED):
+        if self._small and self.exact:
             return _Groups(None, pair_slot.tolist(), [1] * pair_slot.size)
         order = np.argsort(pair_slot, kind="stable")
         slots = pair_slot[order]
@@ -357,26 +357,10 @@ class ExpertBank:
         self, x: torch.Tensor, slots: list[int], weights: list[float], out: torch.Tensor
     ) -> None:
         """All pairs belong to the only token: nothing to sort or gather."""
-        if self._small:
-            self._run_alone_small(x, slots, weights, out)
-            return
         out.zero_()
         for slot, weight in zip(slots, weights, strict=True):
             expert = self._packed_expert(slot)
             out.add_(expert.down(self._activate(expert.gate_up(x))), alpha=weight)
-
-    def _run_alone_small(
-        self, x: torch.Tensor, slots: list[int], weights: list[float], out: torch.Tensor
-    ) -> None:
-        experts = [self._small_expert(slot) for slot in slots]
-        gate, up, act = self._scratch[len(experts)]
-        for expert, row in zip(experts, self._gate_up_rows, strict=False):
-            torch.mm(x, expert.gate_up, out=row)
-        torch.mul(silu(gate), up, out=act)
-        beta = 0  # the first product overwrites, the others add: the sum costs no call of its own
-        for expert, row, weight in zip(experts, self._act_rows, weights, strict=False):
-            out.addmm_(row, expert.down, beta=beta, alpha=weight)
-            beta = 1
 
     def _grouped(
         self, rows: torch.Tensor, groups: _Groups, weight: FloatArray | None

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from ep_kernels.packed import Kind, PackedLinear, pack_linear
+from ep_kernels.few import FewLatent
+from ep_kernels.packed import Kind, PackedLinear, Storage, pack_linear
 from ep_kernels.rows import LatentRows
 
 from moe_model.architecture import MlaSpec, RopeSpec
@@ -116,13 +117,36 @@ class LatentAttention:
             self._q_b = pack_linear(q, kind, exact=exact)
             first = weights["q_a"]
         self._a = _first_linear(first, weights.get("q_a_bias"), matrices, kind, exact)
+        self._source_norm, self._latent_norm = weights.get("q_a_norm"), weights["kv_a_norm"]
         self._rows = LatentRows(
-            weights.get("q_a_norm"),
-            weights["kv_a_norm"],
+            self._source_norm,
+            self._latent_norm,
             spec.latent_norm_eps,
             query=first.shape[0],
             heads=self._heads,
             rotary=spec.qk_rope_head_dim,
+        )
+
+    def few(self, norm: torch.Tensor, epsilon: float) -> FewLatent | None:
+        """The same for one token, with the norm before it and the sum after it; shares the
+        matrices. None where these are not so small that calls cost the time, or have biases.
+        """
+        linears = (self._a, self._o, *(() if self._q_b is None else (self._q_b,)))
+        if self._exact or not isinstance(self._absorption, Folded):
+            return None
+        if not all(isinstance(i, PackedLinear) and i.storage is Storage.PLAIN for i in linears):
+            return None
+        first, out, *query = (i.matrix().values for i in linears if isinstance(i, PackedLinear))
+        return FewLatent(
+            norm=norm,
+            first=first,
+            source_norm=self._source_norm,
+            query=query[0] if query else None,
+            latent_norm=self._latent_norm,
+            out=out,
+            epsilon=epsilon,
+            latent_epsilon=self.spec.latent_norm_eps,
+            heads=self._heads,
         )
 
     def __call__(self, x: torch.Tensor, plan: StepPlan, cache: KVCache, layer: int) -> torch.Tensor:

@@ -1,33 +1,13 @@
 /* Work on rows, each of which depends on itself alone. The caller's face is ep_kernels/rows.py.
  */
-#include <math.h>
-#include <stdint.h>
-
-enum { LANES = 16 }; /* partial sums, so that they become vector code */
+#include "rows.h"
 
 /* x [rows, width], rows `stride` values apart, times weight [width] over its root mean square ->
  * out [rows, width]. */
 void moemesh_rms_norm(const float *x, int64_t stride, const float *weight, float epsilon,
                       int32_t rows, int32_t width, float *out) {
-    for (int32_t row = 0; row < rows; row++, x += stride, out += width) {
-        float lane[LANES] = {0}, sum = 0.0f;
-        int32_t i = 0;
-        for (; i + LANES <= width; i += LANES)
-            for (int32_t j = 0; j < LANES; j++) lane[j] += x[i + j] * x[i + j];
-        for (; i < width; i++) sum += x[i] * x[i];
-        for (int32_t j = 0; j < LANES; j++) sum += lane[j];
-        float scale = 1.0f / sqrtf(sum / (float)width + epsilon);
-        for (i = 0; i < width; i++) out[i] = x[i] * scale * weight[i];
-    }
-}
-
-/* Complex numbers x [pairs], each times that of `by` -> out, which may be x. */
-static void turn(const float *x, const float *by, int32_t pairs, float *out) {
-    for (int32_t i = 0; i < 2 * pairs; i += 2) {
-        float re = x[i], im = x[i + 1];
-        out[i] = re * by[i] - im * by[i + 1];
-        out[i + 1] = re * by[i + 1] + im * by[i];
-    }
+    for (int32_t row = 0; row < rows; row++, x += stride, out += width)
+        rms_norm_row(x, weight, epsilon, width, out);
 }
 
 /* x [rows, heads, pairs] complex numbers, in place times by [rows, pairs]. */
@@ -53,13 +33,13 @@ int32_t moemesh_latent_rows(const latent_rows *is, const float *x, int32_t rows,
     for (int32_t row = 0; row < rows; row++, x += width, query += is->query) {
         if (at[row] < 0 || at[row] >= cache_rows) return row;
         if (is->query_weight)
-            moemesh_rms_norm(x, 0, is->query_weight, is->epsilon, 1, is->query, query);
+            rms_norm_row(x, is->query_weight, is->epsilon, is->query, query);
         else
             for (int32_t i = 0; i < is->query; i += head)
                 turn(x + i, query_turn + (int64_t)row * head, head / 2, query + i);
         const float *latent = x + is->query;
         float *out = cache + at[row] * stride;
-        moemesh_rms_norm(latent, 0, is->latent_weight, is->epsilon, 1, is->latent, out);
+        rms_norm_row(latent, is->latent_weight, is->epsilon, is->latent, out);
         turn(latent + is->latent, key_turn + (int64_t)row * is->rotary, is->rotary / 2,
              out + is->latent);
     }

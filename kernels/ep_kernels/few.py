@@ -1,0 +1,193 @@
+"""A few tokens against matrices that fit a core's cache, each as one call into C.
+
+With torch the calls cost more than the products there: a layer of a small model is a dozen of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+
+from ep_kernels.native_library import load
+from ep_kernels.plane import FloatArray, IntArray
+
+_POINTER, _NUMBER, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+
+class _Ffn(ctypes.Structure):
+    _fields_ = (("hidden", _NUMBER), ("inner", _NUMBER), ("scratch", _POINTER))
+
+
+class FewFfn:
+    """SwiGLU experts in slots. One thread at a time.
+
+    The caller keeps the tensors alive that it puts into slots: only addresses are held.
+    """
+
+    __slots__ = ("_address", "_call", "_experts", "_held", "_slots")
+
+    def __init__(self, hidden: int, inner: int, num_slots: int) -> None:
+        scratch = torch.empty(2 * inner)
+        ffn = _Ffn(hidden, inner, scratch.data_ptr())
+        self._held = (ffn, scratch)
+        self._address = ctypes.addressof(ffn)
+        self._call = load("few").moemesh_few_ffn
+        self._call.restype = _NUMBER
+        self._call.argtypes = (
+            *(_POINTER, _POINTER, _NUMBER),
+            *(_POINTER, _NUMBER),
+            *(_POINTER, _POINTER, _POINTER, _NUMBER),
+            _POINTER,
+        )
+        self._slots = np.zeros((0, 2), dtype=np.uintp)
+        self._experts = 0
+        self.resize(num_slots)
+
+    def resize(self, num_slots: int) -> None:
+        """Have ``num_slots`` slots: new ones are empty, the others stay as they are."""
+        slots = np.zeros((num_slots, 2), dtype=np.uintp)
+        stay = min(num_slots, len(self._slots))
+        slots[:stay] = self._slots[:stay]
+        self._slots = slots
+        self._experts = slots.ctypes.data
+
+    def put(self, slot: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        """Fill a slot: ``gate_up`` ``[hidden, 2 inner]``, ``down`` ``[inner, hidden]``, fp32."""
+        assert gate_up.is_contiguous(), "C reads it as it lies"
+        assert down.is_contiguous(), "C reads it as it lies"
+        self._slots[slot] = gate_up.data_ptr(), down.data_ptr()
+
+    def clear(self, slot: int) -> None:
+        self._slots[slot] = 0
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        pair_token: IntArray,
+        pair_slot: IntArray,
+        pair_weight: FloatArray,
+        out: torch.Tensor,
+    ) -> int | None:
+        """``x [n, hidden]`` fp32 -> ``out [n, hidden]``: each token's weighted sum over its pairs,
+        whose tokens lie in range. Returns the first pair's index whose slot is empty or not there:
+        ``out`` is then worth nothing.
+        """
+        assert x.is_contiguous(), "C reads it as it lies"
+        assert out.is_contiguous(), "C writes it as it lies"
+        bad = self._call(
+            self._address,
+            self._experts,
+            len(self._slots),
+            x.data_ptr(),
+            x.shape[0],
+            pair_token.ctypes.data,
+            pair_slot.ctypes.data,
+            pair_weight.ctypes.data,
+            pair_slot.size,
+            out.data_ptr(),
+        )
+        return None if bad < 0 else int(bad)
+
+
+class _Latent(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("norm", "first", "source_norm", "query", "latent_norm")),
+        ("out", _POINTER),
+        *((name, ctypes.c_float) for name in ("epsilon", "latent_epsilon")),
+        *((name, _NUMBER) for name in ("hidden", "source", "heads", "latent", "rotary")),
+    )
+
+
+class FewLatent:
+    """Multi-head latent attention of one token, with the norm before it and the sum after it. The
+    key and value projections are folded into their neighbours. One thread at a time.
+    """
+
+    __slots__ = (
+        "_address",
+        "_call",
+        "_fixed",
+        "_heads",
+        "_held",
+        "_hidden",
+        "_scratch",
+        "_width",
+    )
+
+    def __init__(
+        self,
+        *,
+        norm: torch.Tensor,
+        first: torch.Tensor,
+        source_norm: torch.Tensor | None,
+        query: torch.Tensor | None,
+        latent_norm: torch.Tensor,
+        out: torch.Tensor,
+        epsilon: float,
+        latent_epsilon: float,
+        heads: int,
+    ) -> None:
+        """``first`` ``[source + latent + rotary, hidden]``; ``query`` ``[heads * (latent +
+        rotary), source]`` and ``source_norm`` where queries have a latent, else ``source`` are the
+        queries; ``out`` ``[hidden, heads * latent]``. ``epsilon`` of ``norm``, ``latent_epsilon``
+        of the other norms.
+        """
+        if (query is None) is not (source_norm is None):
+            raise ValueError("a query latent has both a norm and a matrix, or there is none")
+        width = first.shape[0] // (heads + 1) if query is None else query.shape[0] // heads
+        given = (norm, first, source_norm, query, latent_norm, out)
+        kept = [None if tensor is None else tensor.float().contiguous() for tensor in given]
+        hidden, latent = norm.shape[0], latent_norm.shape[0]
+        attention = _Latent(
+            *(None if tensor is None else tensor.data_ptr() for tensor in kept),
+            *(epsilon, latent_epsilon),
+            *(hidden, first.shape[0] - width, heads, latent, width - latent),
+        )
+        self._held = (attention, kept)
+        self._address = ctypes.addressof(attention)
+        self._hidden = hidden
+        self._width = width
+        self._heads = heads
+        self._fixed = hidden + first.shape[0] + heads * (latent + width)
+        self._scratch = torch.empty(0)
+        self._call = load("few").moemesh_few_latent
+        self._call.restype = None
+        self._call.argtypes = (
+            *(_POINTER,) * 4,
+            *(_POINTER, _LONG, _NUMBER),
+            *(_POINTER, _POINTER),
+        )
+
+    def __call__(
+        self,
+        h: torch.Tensor,
+        query_turn: torch.Tensor,
+        key_turn: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """``h [1, hidden]`` -> ``h`` plus attention ``[1, hidden]``. ``rows [keys, latent +
+        rotary]``: what the token sees of the cache, a view; the last one is its own and is written.
+        ``query_turn [1, 1, (latent + rotary) / 2]`` and ``key_turn [1, rotary / 2]``, complex.
+        """
+        keys = rows.shape[0]
+        needed = self._fixed + self._heads * keys
+        if self._scratch.shape[0] < needed:
+            self._scratch = torch.empty(2 * needed)
+        assert h.is_contiguous(), "C reads it as it lies"
+        assert rows.shape[1] == self._width, "not the cache of this attention"
+        assert rows.stride(1) == 1, "C reads a row as it lies"
+        out = torch.empty((1, self._hidden))
+        self._call(
+            self._address,
+            h.data_ptr(),
+            query_turn.data_ptr(),
+            key_turn.data_ptr(),
+            rows.data_ptr(),
+            rows.stride(0),
+            keys,
+            self._scratch.data_ptr(),
+            out.data_ptr(),
+        )
+        return out

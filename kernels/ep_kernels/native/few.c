@@ -1,0 +1,123 @@
+/* A few tokens against matrices that fit a core's cache: there the calls cost the time, so that a
+ * whole part of a layer is one. The caller's face is ep_kernels/few.py.
+ */
+#include "rows.h"
+
+/* One version for each width of vectors, chosen as the library is loaded. */
+#if defined(__x86_64__) && defined(__GLIBC__)
+#define EACH_WIDTH __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define EACH_WIDTH
+#endif
+#define INLINED static inline __attribute__((always_inline))
+
+/* y [n] += x [rows] times w [rows, n]. */
+INLINED void add_rows(const float *x, const float *w, int32_t rows, int32_t n, float *restrict y) {
+    int32_t i = 0;
+    for (; i + 4 <= rows; i += 4, w += 4 * (int64_t)n) {
+        float a = x[i], b = x[i + 1], c = x[i + 2], d = x[i + 3];
+        const float *wa = w, *wb = wa + n, *wc = wb + n, *wd = wc + n;
+        for (int32_t j = 0; j < n; j++) y[j] += a * wa[j] + b * wb[j] + (c * wc[j] + d * wd[j]);
+    }
+    for (; i < rows; i++, w += n)
+        for (int32_t j = 0; j < n; j++) y[j] += x[i] * w[j];
+}
+
+INLINED float dot(const float *x, const float *w, int32_t n) {
+    float lane[LANES] = {0}, sum = 0.0f;
+    int32_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int32_t j = 0; j < LANES; j++) lane[j] += x[i + j] * w[i + j];
+    for (; i < n; i++) sum += x[i] * w[i];
+    for (int32_t j = 0; j < LANES; j++) sum += lane[j];
+    return sum;
+}
+
+/* y [rows] = w [rows, n] times x [n]. */
+INLINED void dots(const float *x, const float *w, int32_t rows, int32_t n, float *y) {
+    for (int32_t i = 0; i < rows; i++, w += n) y[i] = dot(x, w, n);
+}
+
+typedef struct {
+    int32_t hidden, inner;
+    float *scratch; /* [2 inner] */
+} few_ffn;
+
+/* The SwiGLU FFN of x [tokens, hidden] over experts in slots, weighted and added up by token ->
+ * out [tokens, hidden]. expert [slots][2]: gate and up [hidden, 2 inner], and down [inner, hidden];
+ * NULL where a slot is empty. Returns the first pair whose slot is empty or out of range, -1 if
+ * none. */
+EACH_WIDTH int32_t moemesh_few_ffn(const few_ffn *is, const float *const *expert, int32_t slots,
+                        const float *x, int32_t tokens, const int32_t *pair_token,
+                        const int32_t *pair_slot, const float *pair_weight, int32_t pairs,
+                        float *out) {
+    int32_t hidden = is->hidden, inner = is->inner;
+    float *gate = is->scratch, *up = gate + inner;
+    for (int64_t i = 0; i < (int64_t)tokens * hidden; i++) out[i] = 0.0f;
+    for (int32_t p = 0; p < pairs; p++) {
+        int32_t slot = pair_slot[p];
+        if (slot < 0 || slot >= slots || !expert[2 * slot]) return p;
+        for (int32_t j = 0; j < 2 * inner; j++) gate[j] = 0.0f;
+        add_rows(x + (int64_t)pair_token[p] * hidden, expert[2 * slot], hidden, 2 * inner, gate);
+        for (int32_t j = 0; j < inner; j++)
+            gate[j] *= pair_weight[p] * up[j] / (1.0f + expf(-gate[j]));
+        add_rows(gate, expert[2 * slot + 1], inner, hidden,
+                 out + (int64_t)pair_token[p] * hidden);
+    }
+    return -1;
+}
+
+typedef struct {
+    const float *norm;        /* [hidden] */
+    const float *first;       /* [source + latent + rotary, hidden] */
+    const float *source_norm; /* [source]; NULL: queries come straight from the hidden state */
+    const float *query;       /* [heads * (latent + rotary), source]; NULL likewise */
+    const float *latent_norm; /* [latent] */
+    const float *out;         /* [hidden, heads * latent] */
+    float epsilon, latent_epsilon;
+    int32_t hidden, source, heads, latent, rotary;
+} few_latent;
+
+/* One token's latent attention: h [hidden] -> out [hidden], h and what attention adds to it. Writes
+ * the token's row of the cache, which is the last of `keys` rows from `cache` on, `stride` values
+ * apart. query_turn [(latent + rotary) / 2] and key_turn [rotary / 2] are complex. scratch holds
+ * hidden + source + latent + rotary + heads * (2 latent + rotary + keys) values. */
+EACH_WIDTH void moemesh_few_latent(const few_latent *is, const float *h, const float *query_turn,
+                        const float *key_turn, float *cache, int64_t stride, int32_t keys,
+                        float *scratch, float *out) {
+    int32_t heads = is->heads, latent = is->latent, width = latent + is->rotary;
+    float *x = scratch, *first = x + is->hidden, *query = first + is->source + width;
+    float *found = query + heads * width, *score = found + heads * latent;
+    rms_norm_row(h, is->norm, is->epsilon, is->hidden, x);
+    dots(x, is->first, is->source + width, is->hidden, first);
+    if (is->source_norm) {
+        rms_norm_row(first, is->source_norm, is->latent_epsilon, is->source, first);
+        dots(first, is->query, heads * width, is->source, query);
+    } else {
+        query = first; /* source = heads * width */
+    }
+    for (int32_t head = 0; head < heads; head++)
+        turn(query + head * width, query_turn, width / 2, query + head * width);
+    const float *new = first + is->source;
+    float *own = cache + (int64_t)(keys - 1) * stride;
+    rms_norm_row(new, is->latent_norm, is->latent_epsilon, latent, own);
+    turn(new + latent, key_turn, is->rotary / 2, own + latent);
+
+    for (int32_t head = 0; head < heads; head++, score += keys) {
+        float most = -INFINITY, sum = 0.0f;
+        for (int32_t t = 0; t < keys; t++) {
+            score[t] = dot(query + head * width, cache + t * stride, width);
+            most = score[t] > most ? score[t] : most;
+        }
+        for (int32_t t = 0; t < keys; t++) sum += score[t] = expf(score[t] - most);
+        float *value = found + head * latent;
+        for (int32_t j = 0; j < latent; j++) value[j] = 0.0f;
+        for (int32_t t = 0; t < keys; t++) {
+            float share = score[t] / sum;
+            const float *row = cache + t * stride;
+            for (int32_t j = 0; j < latent; j++) value[j] += share * row[j];
+        }
+    }
+    dots(found, is->out, is->hidden, heads * latent, out);
+    for (int32_t j = 0; j < is->hidden; j++) out[j] += h[j];
+}

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from ep_kernels.few import FewFfn, FewLatent
+from ep_kernels.grouped_ffn import reference_sum
+from torch.nn.functional import rms_norm
+
+
+@pytest.mark.parametrize("shape", [(192, 48), (50, 37), (1, 1), (3, 130)])
+@pytest.mark.parametrize(("tokens", "pairs"), [(0, 0), (1, 0), (1, 1), (1, 4), (5, 3), (7, 40)])
+def test_the_ffn_is_the_references(shape: tuple[int, int], tokens: int, pairs: int) -> None:
+    hidden, inner = shape
+    shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    experts = [tuple(torch.randn(shape) / shape[1] ** 0.5 for shape in shapes) for _ in range(5)]
+    kept = [(torch.cat([g, u]).t().contiguous(), d.t().contiguous()) for g, u, d in experts]
+    ffn = FewFfn(hidden, inner, 2)
+    ffn.resize(5)
+    for slot, (gate_up, down) in enumerate(kept):
+        ffn.put(slot, gate_up, down)
+    rng = np.random.default_rng()
+    token = rng.integers(0, max(1, tokens), pairs).astype(np.int32)
+    slots = rng.integers(0, 5, pairs).astype(np.int32)
+    weight = rng.random(pairs).astype(np.float32)
+    x, out = torch.randn(tokens, hidden), torch.full((tokens, hidden), float("nan"))
+    assert ffn(x, token, slots, weight, out) is None
+    expected = reference_sum(x, token, experts, slots, weight)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_first_pair_without_an_expert_is_named() -> None:
+    ffn = FewFfn(4, 2, 3)
+    gate_up, down = torch.randn(4, 4), torch.randn(2, 4)
+    for slot in range(3):
+        ffn.put(slot, gate_up, down)
+    ffn.clear(1)
+    x, out = torch.randn(1, 4), torch.empty(1, 4)
+
+    def run(*slots: int) -> int | None:
+        count = len(slots)
+        zeros, ones = np.zeros(count, np.int32), np.ones(count, np.float32)
+        return ffn(x, zeros, np.array(slots, np.int32), ones, out)
+
+    assert run(0, 2) is None
+    assert run(0, 1) == 1
+    assert run(3) == 0
+    assert run(-1) == 0
+    ffn.resize(2)
+    assert run(0, 2) == 1
+
+
+@pytest.mark.parametrize("keys", [1, 2, 33, 300])
+@pytest.mark.parametrize("has_latent", [True, False])
+def test_one_tokens_attention_is_what_torch_computes(keys: int, *, has_latent: bool) -> None:
+    hidden, heads, latent, rotary = 48, 3, 20, 6
+    width = latent + rotary
+    source = 18 if has_latent else heads * width
+    norm, latent_norm = torch.randn(hidden), torch.randn(latent)
+    first, out = torch.randn(source + width, hidden), torch.randn(hidden, heads * latent)
+    source_norm, query = torch.randn(source), torch.randn(heads * width, source)
+    attention = FewLatent(
+        norm=norm,
+        first=first,
+        source_norm=source_norm if has_latent else None,
+        query=query if has_latent else None,
+        latent_norm=latent_norm,
+        out=out,
+        epsilon=1e-5,
+        latent_epsilon=1e-6,
+        heads=heads,
+    )
+    cache = torch.randn(keys + 4, 32)
+    rows = cache[2 : 2 + keys, :width]
+    before = cache.clone()
+    rows[-1] = float("nan")  # to be written
+    h = torch.randn(1, hidden)
+    query_turn = torch.randn(1, 1, width // 2, dtype=torch.complex64) / width
+    key_turn = torch.randn(1, rotary // 2, dtype=torch.complex64)
+    got = attention(h, query_turn, key_turn, rows)
+
+    y = rms_norm(h, [hidden], norm, 1e-5) @ first.t()
+    q, c, key = y.split_with_sizes([source, latent, rotary], 1)
+    if has_latent:
+        q = rms_norm(q, [source], source_norm, 1e-6) @ query.t()
+    by_head = torch.view_as_complex(q.reshape(heads, width // 2, 2)) * query_turn[0]
+    q = torch.view_as_real(by_head).reshape(heads, width)
+    turned = torch.view_as_real(torch.view_as_complex(key.reshape(-1, 2)) * key_turn[0]).flatten()
+    before[1 + keys, :width] = torch.cat([rms_norm(c, [latent], latent_norm, 1e-6)[0], turned])
+    torch.testing.assert_close(cache, before, atol=1e-5, rtol=1e-4)
+    seen = before[2 : 2 + keys, :width]
+    found = torch.softmax(q @ seen.t(), -1) @ seen[:, :latent]
+    torch.testing.assert_close(got, h + found.reshape(1, -1) @ out.t(), atol=1e-3, rtol=1e-3)
+
+
+def test_a_query_latent_is_whole_or_not_there() -> None:
+    with pytest.raises(ValueError, match="both a norm and a matrix"):
+        FewLatent(
+            norm=torch.ones(4),
+            first=torch.ones(8, 4),
+            source_norm=torch.ones(2),
+            query=None,
+            latent_norm=torch.ones(2),
+            out=torch.ones(4, 2),
+            epsilon=1e-6,
+            latent_epsilon=1e-6,
+            heads=1,
+        )
