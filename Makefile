@@ -21,6 +21,11 @@ chaos: install
 	MOEMESH_CHAOS_SECONDS=$(or $(SECONDS),600) MOEMESH_CHAOS_SEED=$(or $(SEED),1) \
 		$(BIN)/python -m pytest -m '' -s tests/fault/test_chaos.py
 
+# Clients on a fresh mesh for SECONDS; table, CSV and HTML in bench/results/load.
+load: install
+	$(BIN)/python -m tests.load.run --seconds $(or $(SECONDS),120) --users $(or $(USERS),8) \
+		--rate $(or $(RATE),1)
+
 # The pages that are made from the code; needs a mesh that runs (make serve).
 docs: install
 	$(BIN)/python -m compose.docs
