@@ -165,6 +165,28 @@ def queries() -> list[tuple[str, str]]:
     ]
 
 
+def test_the_dashboard_can_be_imported_as_it_is() -> None:
+    document = json.loads((MONITORING / "grafana-dashboard.json").read_text())
+    assert document["uid"] == "moemesh"
+    panels = document["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert [v["name"] for v in document["templating"]["list"]] == ["datasource"]
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not cells & taken, f"{panel['title']} lies over another panel"
+        taken |= cells
+        if panel["type"] != "row":
+            assert panel["datasource"]["uid"] == "${datasource}"
+            assert panel["targets"], panel["title"]
+
+
 def selectors(node: Any) -> Iterator[Any]:
     """The vector selectors of a parsed PromQL expression."""
     if isinstance(node, promql_parser.VectorSelector):
