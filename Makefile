@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := build_native.py $(wildcard planner_svc/native/*.[ch] kernels/ep_kernels/native/*.[ch])
 
-.PHONY: serve test soak chaos lint install clean
+.PHONY: serve test soak chaos load docs lint install clean
 
 serve: $(VENV)/.serve
 	@exec $(BIN)/moemesh up --port $(PORT) $(if $(NAME),--set mesh.name=$(NAME))
@@ -20,6 +20,15 @@ soak: install
 chaos: install
 	MOEMESH_CHAOS_SECONDS=$(or $(SECONDS),600) MOEMESH_CHAOS_SEED=$(or $(SEED),1) \
 		$(BIN)/python -m pytest -m '' -s tests/fault/test_chaos.py
+
+# Clients on a fresh mesh for SECONDS; table, CSV and HTML in bench/results/load.
+load: install
+	$(BIN)/python -m tests.load.run --seconds $(or $(SECONDS),120) --users $(or $(USERS),8) \
+		--rate $(or $(RATE),1)
+
+# The pages that are made from the code; needs a mesh that runs (make serve).
+docs: install
+	$(BIN)/python -m compose.docs
 
 lint: install
 	$(BIN)/ruff check .

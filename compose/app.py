@@ -33,6 +33,7 @@ def run(arguments: Sequence[str]) -> int:
         "drain": "Take all work off a member, so that it can be stopped at no cost.",
         "keygen": "Make the keys of a mesh's processes for TCP between them.",
         "apikey": "Make an API key and the lines of the file that let it in.",
+        "logs": "Print the logs of a mesh's processes as one, by time.",
         "config": "Print the effective configuration and where each value came from.",
         "reference": "Complete a prompt with the whole model in this one process.",
         "version": "Print the versions of moemesh, its protocol and what it runs on.",

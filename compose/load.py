@@ -17,6 +17,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from compose.probes import unverified
+
+_ERROR_BYTES = 4000
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _FIRST_TEXT_ID = 300
 """Ids below may be special tokens or half characters."""
@@ -60,53 +63,76 @@ async def run_level(
     tokens: int,
     vocab: int,
     seed: int,
+    key: str = "",
     deadline_s: float = 600.0,
 ) -> Level:
     """Run ``streams`` requests at once, each ``prompt_tokens`` in and ``tokens`` out.
 
-    Prompt ids lie below ``vocab``. Raises ``LoadError``, and ``TimeoutError`` after ``deadline_s``.
+    Prompt ids lie below ``vocab``; ``key``: the API key, if one is needed. Raises ``LoadError``,
+    ``OSError``, and ``TimeoutError`` after ``deadline_s``.
     """
     rng = random.Random(seed)  # noqa: S311 (a reproducible load)
     bodies = [
-        {
-            "model": model,
-            "prompt": [rng.randrange(_FIRST_TEXT_ID, vocab) for _ in range(prompt_tokens)],
-            "max_tokens": tokens,
-            "min_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        body(model, rng, prompt_tokens=prompt_tokens, tokens=tokens, vocab=vocab)
         for _ in range(streams)
     ]
     async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(stream(url, body)) for body in bodies]
+        running = [tasks.create_task(stream(url, body, key)) for body in bodies]
     return measure([task.result() for task in running])
 
 
-async def stream(url: str, body: dict[str, Any]) -> Stream:
-    """Run one completion and note when each chunk came. Raises ``LoadError``."""
+def body(
+    model: str, rng: random.Random, *, prompt_tokens: int, tokens: int, vocab: int
+) -> dict[str, Any]:
+    """A request of exactly ``prompt_tokens`` random ids below ``vocab`` in and ``tokens`` out."""
+    first = min(_FIRST_TEXT_ID, vocab - 1)
+    return {
+        "model": model,
+        "prompt": [rng.randrange(first, vocab) for _ in range(prompt_tokens)],
+        "max_tokens": tokens,
+        "min_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+async def stream(url: str, body: dict[str, Any], key: str = "") -> Stream:
+    """Run one completion and note when each chunk came.
+
+    Raises ``LoadError`` for an answer that is none, or that broke off, and ``OSError``.
+    """
     parts = urlsplit(url)
     if parts.hostname not in _LOOPBACK or parts.port is None:
         raise LoadError(f"{url}: expected a loopback address with a port, such as 127.0.0.1:8000")
     payload = msgspec.json.encode(body)
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n"
+        + (f"Authorization: Bearer {key}\r\n" if key else "")
+        + "\r\n"
     )
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    reader, writer = await asyncio.open_connection(
+        parts.hostname, parts.port, ssl=unverified() if parts.scheme == "https" else None
+    )
     stream = Stream(time.perf_counter())
     try:
         writer.write(head.encode() + payload)
         status = await reader.readline()
         if b" 200 " not in status:
-            answer = await reader.read(2000)
-            raise LoadError(f"{url}: {status.decode().strip()} {answer.decode()}")
+            answer = (await reader.read(_ERROR_BYTES)).decode(errors="replace")
+            reason = answer.partition("\r\n\r\n")[2].strip()
+            raise LoadError(f"{url}: {status.decode(errors='replace').strip()} {reason}")
+        whole = False
         while line := await reader.readline():
             if not line.startswith(b"data: {"):
+                whole |= line.startswith(b"data: [DONE]")
                 continue
+            if line.startswith(b'data: {"error"'):
+                raise LoadError(f"{url}: {line[6:].decode(errors='replace').strip()}")
             now = time.perf_counter()
+            whole |= b'"finish_reason":"' in line or b'"finish_reason": "' in line
             # Only the last chunks carry usage; the rest need no JSON parser.
             if b'"usage":{' in line or b'"usage": {' in line:
                 usage = msgspec.json.decode(line[6:]).get("usage") or {}
@@ -115,6 +141,8 @@ async def stream(url: str, body: dict[str, Any]) -> Stream:
                 stream.arrivals.append(now)
     finally:
         writer.close()
+    if not whole:
+        raise LoadError(f"{url}: the stream broke off")
     return stream
 
 

@@ -54,7 +54,7 @@ class LogFile:
 
 def error_text(line: bytes) -> str | None:
     """The line in short when it reports an error (JSON or console form), else None."""
-    record = _record(line)
+    record = event_of(line)
     if record is not None:
         return _short(record) if record.get("level") in {"error", "critical"} else None
     text = line.decode(errors="replace").rstrip()
@@ -63,7 +63,7 @@ def error_text(line: bytes) -> str | None:
 
 def readable(line: str) -> str:
     """A JSON line as people read it, its traceback below; any other line as it is."""
-    record = _record(line.encode())
+    record = event_of(line.encode())
     if record is None:
         return line
     head = f"{record.get('timestamp', '')} {record.get('level', ''):<7} {_short(record)}"
@@ -71,7 +71,8 @@ def readable(line: str) -> str:
     return f"{head}\n{trace}" if isinstance(trace, str) else head
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def event_of(line: bytes) -> dict[str, Any] | None:
+    """The event that a JSON line holds, or None for any other line."""
     if not line.startswith(b"{"):
         return None
     try:

@@ -89,7 +89,7 @@ async def fetch_metrics(url: str, timeout_s: float) -> str:
 async def _get(endpoint: Endpoint, path: str) -> tuple[int, str]:
     """One HTTP/1.0 request. Raises ``OSError`` when no HTTP comes back."""
     reader, writer = await asyncio.open_connection(
-        endpoint.host, endpoint.port, ssl=_unverified() if endpoint.tls else None
+        endpoint.host, endpoint.port, ssl=unverified() if endpoint.tls else None
     )
     try:
         request = f"GET {path} HTTP/1.0\r\nHost: {endpoint.host}\r\nUser-Agent: moemesh\r\n\r\n"
@@ -106,9 +106,9 @@ async def _get(endpoint: Endpoint, path: str) -> tuple[int, str]:
     return int(words[1]), body.decode(errors="replace")
 
 
-def _unverified() -> ssl.SSLContext:
-    """For a process of this mesh, asked for its state at an address: its certificate names the
-    host that clients know, and nothing secret is sent.
+def unverified() -> ssl.SSLContext:
+    """For a process on this host, asked at an address: its certificate names the host that clients
+    know, and what is sent stays here.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from expert_svc.bundles import BundleServer
+from expert_svc.loading import FaultKind
 from expert_svc.slots import SlotTable
 from expert_svc.worker import Worker
 from mesh.metrics import PREFIX
+from mesh.placement import EMPTY
 
+_SOURCES = ("peer", "checkpoint")
 _COUNTERS = {
     "calls": "Grouped FFN calls.",
     "parts": "Parts answered.",
@@ -52,11 +56,16 @@ class ExpertCollector(Collector):
         ):
             seconds.add_metric([activity], ns / 1e9)
         yield seconds
-        yield from self._loading()
-        held = sum(expert >= 0 for layer in table.held() for expert in layer)
-        yield GaugeMetricFamily(
-            f"{PREFIX}_expert_slots_filled", "Slots that hold an expert, all layers.", value=held
+        layers = CounterMetricFamily(
+            f"{PREFIX}_expert_layer_seconds",
+            "The time of `ffn` by group of layers.",
+            labels=["layers"],
         )
+        for label, ns in zip(self._worker.layers.labels, self._worker.layer_ffn_ns, strict=True):
+            layers.add_metric([label], ns / 1e9)
+        yield layers
+        yield from self._loading()
+        yield self._slots()
         yield GaugeMetricFamily(
             f"{PREFIX}_expert_weights_bytes", "Expert weights held.", value=table.resident_bytes()
         )
@@ -64,17 +73,36 @@ class ExpertCollector(Collector):
             f"{PREFIX}_expert_placement_epoch", "Epoch of the slots held.", value=table.epoch
         )
 
+    def _slots(self) -> Metric:
+        slots = [expert for layer in self._table.held() for expert in layer]
+        filled = sum(expert != EMPTY for expert in slots)
+        loading = min(self._table.to_load, len(slots) - filled)
+        family = GaugeMetricFamily(
+            f"{PREFIX}_expert_slots", "Slots of all layers by state.", labels=["state"]
+        )
+        family.add_metric(["filled"], filled)
+        family.add_metric(["loading"], loading)
+        family.add_metric(["empty"], len(slots) - filled - loading)
+        return family
+
     def _loading(self) -> Iterable[Metric]:
         tally = self._table.tally
-        for name, text, label, values in (
-            ("slots_loaded", "Experts brought into memory.", "source", tally.loaded),
-            ("loaded_bytes", "Bytes of experts read or received.", "source", tally.loaded_bytes),
-            ("load_faults", "Attempts to load an expert that failed.", "kind", tally.faults),
+        for name, text, values in (
+            ("slots_loaded", "Experts brought into memory.", tally.loaded),
+            ("loaded_bytes", "Bytes of experts read or received.", tally.loaded_bytes),
         ):
-            family = CounterMetricFamily(f"{PREFIX}_expert_{name}", text, labels=[label])
-            for value, count in tuple(values.items()):
-                family.add_metric([value], count)
+            family = CounterMetricFamily(f"{PREFIX}_expert_{name}", text, labels=["source"])
+            for source in _SOURCES:
+                family.add_metric([source], values[source])
             yield family
+        faults = CounterMetricFamily(
+            f"{PREFIX}_expert_load_faults",
+            "Attempts to load an expert that failed.",
+            labels=["kind"],
+        )
+        for kind in get_args(FaultKind):
+            faults.add_metric([kind], tally.faults[kind])
+        yield faults
         yield CounterMetricFamily(
             f"{PREFIX}_expert_bundle_bytes_sent",
             "Bytes of experts handed out to peers.",

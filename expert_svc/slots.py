@@ -120,6 +120,8 @@ class SlotTable:
         self.banks: dict[int, ExpertBank] = {}
         self.epoch = 0
         self.tally = LoadTally()
+        self.to_load = 0
+        """Empty slots that the assignment under way has still to fill. Any thread may read it."""
         self._moe_layers = moe_layers
         self._num_experts = num_experts
         self._max_slots = max_slots
@@ -129,6 +131,11 @@ class SlotTable:
         self._held: dict[int, dict[int, Held]] = {layer: {} for layer in moe_layers}
         """Layer -> logical expert -> what its slots hold; an expert is here before it serves. The
         inner dicts are replaced under ``lock``, never changed, so that any thread may read them."""
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The model's layers with experts."""
+        return self._moe_layers
 
     def held(self) -> tuple[tuple[int, ...], ...]:
         """``[moe layers, local slots]`` logical experts, -1 for an empty slot. Any thread.
@@ -186,7 +193,8 @@ class SlotTable:
         job = _Job(superseded, on_fault, sources)
         pace = Pace(bytes_per_s)
         in_place = total - len(missing)
-        for layer, slot, expert in missing:
+        for done, (layer, slot, expert) in enumerate(missing):
+            self.to_load = len(missing) - done
             progress(in_place / total)
             if superseded.wait(pace.delay(monotonic())):
                 raise SupersededError
@@ -201,6 +209,7 @@ class SlotTable:
                 self._held[layer] = self._held[layer] | {expert: held}
                 self.banks[layer].install(slot, expert, held.weights)
             in_place += 1
+        self.to_load = 0
         self.epoch = epoch
         progress(1.0)
         return Applied(job.loaded, job.from_peers, job.loaded_bytes, tuple(job.faults))

@@ -18,6 +18,7 @@ from ep_kernels.grouped_ffn import ExpertBank
 from ep_kernels.plane import AnswerStatus, Arrival, ExpertPlane
 
 from expert_svc.slots import SlotTable
+from mesh.layer_groups import LayerGroups
 
 _IDLE_WAIT_S = 5.0
 """Longest sleep without work. Arrivals, dead lanes and ``stop`` all wake the thread by themselves;
@@ -50,6 +51,9 @@ class Worker:
 
     def __init__(self, plane: ExpertPlane, table: SlotTable) -> None:
         self.tally = Tally()
+        self.layers = LayerGroups(max(table.moe_layers, default=0) + 1)
+        self.layer_ffn_ns = [0] * len(self.layers.labels)
+        """``ffn_ns`` by group of layers."""
         self._plane = plane
         self._table = table
         self._stopping = False
@@ -152,6 +156,7 @@ class Worker:
         self._plane.answer(part, AnswerStatus.OK, began_ns, ffn_ns)
         tally.signal_ns += perf_counter_ns() - began
         tally.ffn_ns += ffn_ns
+        self.layer_ffn_ns[self.layers.of(part.layer)] += ffn_ns
         tally.parts += 1
         tally.tokens += part.x.shape[0]
         tally.pairs += part.pair_slot.size

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from types import TracebackType
 
 from gateway.admission import Admission
-from gateway.errors import TimedOut
+from gateway.errors import ApiError, TimedOut
 from gateway.meters import Meters
 from gateway.output import Choice, Piece
 from gateway.sequences import Mailbox, Sequence, SequenceTable
@@ -57,6 +57,7 @@ class Generation:
         self._deadline = deadline
         self._open = len(choices)
         self._last_at = [0.0] * len(choices)  # when each choice's newest token came
+        self._counted = [0] * len(choices)  # tokens of each choice that are in the meters
         self._timer: asyncio.TimerHandle | None = None
 
     def abandon(self) -> None:
@@ -91,10 +92,12 @@ class Generation:
         now = time.monotonic()
         self._table.close(list(self._sequences.values()), now)
         self._admission.finish(self._tenant, len(self._sequences), now)
-        self._meters.generation_tokens.inc(self.generated_tokens)
-        self._meters.e2e_request_latency.observe(now - self._arrived)
         if kind is ClientGone:
             self._meters.disconnects.inc()
+        elif isinstance(error, ApiError):
+            self._meters.request_failures.labels(str(error.status)).inc()
+        elif kind is None:
+            self._meters.e2e_request_latency.observe(now - self._arrived)
 
     async def next(self) -> list[Piece]:
         """The next pieces, at least one; an empty list when every choice is done.
@@ -109,13 +112,14 @@ class Generation:
                 choice = self.choices[index]
                 if choice.done:
                     continue  # what followed a stop string
-                self._measure(index, len(delta.tokens), now)
                 piece = choice.feed(delta)
                 if piece is None:
                     continue
                 pieces.append(piece)
                 if piece.finish is not None:
                     self._finish(index, piece.finish, now)
+            for index in {index for index, _ in deltas}:
+                self._measure(index, now)
         return pieces
 
     def _finish(self, index: int, reason: str, now: float) -> None:
@@ -124,12 +128,18 @@ class Generation:
         if self.choices[index].stopped:
             self._table.close([self._sequences[index]], now)
 
-    def _measure(self, index: int, tokens: int, now: float) -> None:
-        if not tokens:
+    def _measure(self, index: int, now: float) -> None:
+        """Count what a choice has gained; tokens that were read at once came evenly."""
+        meters, total = self._meters, self.choices[index].tokens
+        gained = total - self._counted[index]
+        if not gained:
             return
         last = self._last_at[index]
-        self._last_at[index] = now
+        self._counted[index], self._last_at[index] = total, now
+        meters.generation_tokens.inc(gained)
         if last:
-            self._meters.inter_token_latency.observe((now - last) / tokens)
+            for _ in range(gained):
+                meters.inter_token_latency.observe((now - last) / gained)
         else:
-            self._meters.time_to_first_token.observe(now - self._arrived)
+            meters.time_to_first_token.observe(now - self._arrived)
+            meters.request_queue_time.observe(self._sequences[index].queued_s)

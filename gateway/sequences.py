@@ -83,10 +83,12 @@ class Sequence:
         "id",
         "mailbox",
         "moves",
+        "opened_at",
         "output",
         "priority",
         "prompt",
         "prompt_seen",
+        "queued_s",
         "refused_by",
         "router",
         "router_priority",
@@ -121,11 +123,13 @@ class Sequence:
         self.tenant = tenant
         self.priority = priority
         self.router_priority = router_priority
+        self.opened_at = 0.0
         self.output: list[int] = []
         self.prompt_seen = False  # the first delta has come
         self.router = ""  # where it runs; empty while it has none
         self.wire = ""  # its name there
         self.attempts = 0  # times submitted
+        self.queued_s = 0.0  # how long it had no router before the first
         self.moves = 0  # times taken over from a lost router
         self.refused_by: set[str] = set()
         self.wait_until = 0.0  # when waiting for a router has lasted too long
@@ -181,6 +185,7 @@ class SequenceTable:
         ``finish``, or an error.
         """
         sequence.wait_until = now + self._router_wait_s
+        sequence.opened_at = now
         self._queue.push(
             sequence,
             sequence.tenant.name,
@@ -318,6 +323,8 @@ class SequenceTable:
     def _place(self, sequence: Sequence, now: float) -> None:
         router = self._routers.pick(sequence.prompt, sequence.refused_by)
         if router is not None:
+            if not sequence.attempts:
+                sequence.queued_s = now - sequence.opened_at
             sequence.wire = f"{sequence.id}.{sequence.attempts}"
             sequence.attempts += 1
             if self._send(router, sequence.submit(now)):

@@ -233,7 +233,9 @@ def _watch(meters: Meters, engine: Engine) -> None:
     )
     meters.watch("num_requests_waiting", "Sequences without a router.", lambda: table.waiting)
     meters.watch("num_requests_admitted", "Sequences in flight.", lambda: admission.in_flight)
-    meters.watch("num_requests_moved", "Sequences taken from lost routers.", lambda: table.moved)
+    meters.watch_count(
+        "requests_moved", "Sequences taken over from lost routers.", lambda: table.moved
+    )
 
 
 def _resident_bytes() -> int:

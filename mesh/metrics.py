@@ -3,20 +3,24 @@
 API
     ``new_registry()``                            with the process's CPU and memory figures
     ``export_link(registry, name, link)``         counters of a link under label ``link``
+    ``Buckets(bounds)``                           a histogram that one thread fills without a lock
     ``page(registry) -> bytes``, ``CONTENT_TYPE`` the text to serve
     ``await serve(registry, host) -> MetricsServer``   ``GET /metrics`` on a free port; ``.url``
 
-Names: ``moemesh_<noun>_<unit>``, the suffixes as vLLM's. No request id is ever a label.
+Names: ``moemesh_<noun>_<unit>``, the suffixes as vLLM's. No request id is ever a label, and no
+layer or expert: what is counted per layer is summed up in a few groups (``mesh.layer_groups``).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
@@ -24,6 +28,37 @@ PREFIX = "moemesh"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _REQUEST_LIMIT_BYTES = 8192
 _REQUEST_TIMEOUT_S = 5.0
+REQUEST_SECONDS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+"""vLLM's buckets for times of whole requests and their phases."""
+
+
+class Buckets:
+    """Counts of values up to each of ``bounds``, which ascend. One thread observes, any reads: a
+    reader may see a value's bucket a moment before its sum.
+    """
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = (*bounds, math.inf)
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def family(self, name: str, text: str) -> Metric:
+        """The histogram ``moemesh_<name>``."""
+        total = 0
+        buckets = []
+        for bound, count in zip(self._bounds, tuple(self._counts), strict=True):
+            total += count
+            buckets.append(("+Inf" if bound == math.inf else repr(bound), float(total)))
+        return HistogramMetricFamily(f"{PREFIX}_{name}", text, buckets=buckets, sum_value=self._sum)
 
 
 class LinkCounters(Protocol):
@@ -43,6 +78,8 @@ class Counted(Protocol):
 
 
 def new_registry() -> CollectorRegistry:
+    # A second series beside each, which nobody asks for.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry(auto_describe=True)
     ProcessCollector(namespace=PREFIX, registry=registry)
     return registry

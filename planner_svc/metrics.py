@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import get_args
 
@@ -13,11 +14,12 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from mesh.messages import Mode
+from mesh.messages import MemberState, Mode, Role
 from mesh.metrics import PREFIX
 from planner_svc.coordinator import Coordinator
 from planner_svc.worth import Verdict
 
+_ROLES = tuple(role for role in get_args(Role) if role != "admin")
 _PHASES = ("idle", "loading", "committing", "draining")
 
 
@@ -32,10 +34,13 @@ class PlannerCollector(Collector):
         coordinator, now = self._coordinator, self._clock()
         status, tallies = coordinator.status(now), coordinator.tallies
         members = GaugeMetricFamily(
-            f"{PREFIX}_planner_members", "Members by role and state.", labels=["role", "state"]
+            f"{PREFIX}_planner_members",
+            "Members by role and state.",
+            labels=["member_role", "state"],
         )
-        for (role, state), count in sorted(coordinator.members_by_state().items()):
-            members.add_metric([role, state], count)
+        counts = coordinator.members_by_state()
+        for role, state in itertools.product(_ROLES, get_args(MemberState)):
+            members.add_metric([role, state], counts[role, state])
         yield members
         yield _one_of(
             "planner_mode", "1 for what the planner does with its plans.", "mode",

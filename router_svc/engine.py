@@ -18,6 +18,7 @@ import torch
 from ep_kernels.plane import RouterPlane
 from structlog.typing import FilteringBoundLogger
 
+from mesh.layer_groups import LayerGroups
 from mesh.messages import Delta, FinishReason, Rejected, Submit, View
 from mesh.settings import RouterSettings
 from moe_model.model import RouterModel
@@ -33,12 +34,12 @@ from router_svc.exchange import (
 from router_svc.experts import MeshExperts
 from router_svc.lanes import Lanes
 from router_svc.loads import Loads
-from router_svc.profile import Times
+from router_svc.profile import LayerTimes, Phases, Times
 from router_svc.recorder import Recorder
-from router_svc.scheduler import InadmissibleError, Scheduler, StepWork
+from router_svc.scheduler import InadmissibleError, Outcome, Scheduler, StepWork
 from router_svc.sequence import Sequence, stop_ids
 from router_svc.step import StepResult, StepRunner
-from router_svc.tickets import Tally
+from router_svc.tickets import LaneBytes, Tally
 
 _MAX_COMMANDS = 8192
 _MAX_CANCELLATIONS = 16384
@@ -47,6 +48,7 @@ _IDLE_WAIT_S = 5.0
 _RETRY_AFTER_S = 1.0
 _KV_SEQUENCES = 16
 _KV_MOST_BYTES = 1 << 30
+_WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 class _StoppedError(Exception):
@@ -101,7 +103,8 @@ class Engine:
         self._clock = clock
         self._eos_token_ids = spec.eos_token_ids
         self._vocab_size = spec.vocab_size
-        self.times = Times()
+        self.times = Times(layers=LayerTimes(LayerGroups(spec.num_layers)))
+        self.phases = Phases()
         self._commands: deque[Submission | Cancellation] = deque()
         self._next_deadline = math.inf
         self._new_view: View | None = None
@@ -121,6 +124,7 @@ class Engine:
             answer_timeout_s=answer_timeout_s(settings),
             clock=clock,
             times=self.times,
+            wire_bytes=_WIRE_BYTES[settings.wire],
         )
         self.recorder = Recorder(self._experts.counts, spec.moe_layers, settings.record_steps)
         blocks = kv_cache_blocks(model, settings)
@@ -211,6 +215,11 @@ class Engine:
         return self._experts.tally
 
     @property
+    def lane_bytes(self) -> dict[str, LaneBytes]:
+        """Peer -> what has gone over its lane since start; a copy, for any thread."""
+        return dict(self._experts.lane_bytes)
+
+    @property
     def copy_ns(self) -> int:
         """Time spent writing parts into lanes, since start."""
         return self._plane.copy_ns
@@ -261,19 +270,51 @@ class Engine:
         work = scheduler.schedule()
         for sequence in work.preempted:
             self._log.info("sequence.preempted", trace=sequence.trace, request=sequence.request)
+        self._note_begun(work)
         self.recorder.begin_step()
         outcome = self._runner.run(work)
         self.recorder.end_step(sum(chunk.count for chunk in work.chunks))
         self._hand_over()  # what no wait for experts has delivered yet
         if outcome.failed:
             self._end_failed(work, outcome)
+        now = self._clock()
         for done in scheduler.finish_step(work, outcome.drawn):
+            self._note_progress(done, now)
             logprob = outcome.logprobs.get(done.sequence.request)
             self._results.add(done.sequence.owner, delta_of(done, logprob))
         self.times.steps += 1
         self._in_step = False
         self._publish_state()
         self.times.step_ns += perf_counter_ns() - started
+
+    def _note_begun(self, work: StepWork) -> None:
+        now = self._clock()
+        for chunk in work.chunks:
+            sequence = chunk.sequence
+            if not sequence.begun_at:
+                sequence.begun_at = now
+                if sequence.owner:
+                    self.phases.queue.observe(now - sequence.queued_at)
+
+    def _note_progress(self, done: Outcome, now: float) -> None:
+        sequence = done.sequence
+        if not sequence.first_at:
+            sequence.first_at = now
+            if sequence.owner:
+                self.phases.prefill.observe(now - sequence.begun_at)
+        if done.finish is None or not sequence.owner:
+            return
+        self.phases.decode.observe(now - sequence.first_at)
+        self._log.info(
+            "sequence.finished",
+            trace=sequence.trace,
+            request=sequence.request,
+            reason=done.finish,
+            tokens=sequence.num_output,
+            queue_ms=round((sequence.begun_at - sequence.queued_at) * 1000, 1),
+            prefill_ms=round((sequence.first_at - sequence.begun_at) * 1000, 1),
+            decode_ms=round((now - sequence.first_at) * 1000, 1),
+        )
 
     def _end_failed(self, work: StepWork, outcome: StepResult) -> None:
         for chunk in work.chunks:
@@ -350,6 +391,7 @@ class Engine:
             stop_ids=stop_ids(submit.sampling, self._eos_token_ids),
             priority=submit.priority,
             deadline=command.deadline,
+            queued_at=self._clock(),
         )
         try:
             self._check_token_ids(sequence)

@@ -32,7 +32,14 @@ from mesh.messages import Placement
 from moe_model.experts import combine_rows
 from router_svc.profile import Times, uncovered_ns
 from router_svc.routing import RouteTable, no_routes
-from router_svc.tickets import ExpertsUnavailableError, MeshTicket, Parked, Piece, Tally
+from router_svc.tickets import (
+    ExpertsUnavailableError,
+    LaneBytes,
+    MeshTicket,
+    Parked,
+    Piece,
+    Tally,
+)
 
 _STALE_RETRY_S = 0.02
 """Pause before a stale part goes out again when no newer placement has come: the worker may be
@@ -45,6 +52,8 @@ _SLOW_S = 1.0
 _SLOW_FACTOR = 4
 """A worker is slow that takes this long for a part, and so many times as long as the longest that
 any took lately."""
+_PAIR_BYTES = 16
+"""Token, slot, expert and weight."""
 _FORGETS = 0.99
 """How much of that longest time is left after another answer."""
 
@@ -81,9 +90,11 @@ class MeshExperts:
         answer_timeout_s: float,
         clock: Callable[[], float],
         times: Times,
+        wire_bytes: int = 4,
     ) -> None:
         """``timeout_s``: how long pairs may be parked. ``answer_timeout_s``: how long a worker may
-        take for a part. ``clock``: monotonic seconds.
+        take for a part. ``clock``: monotonic seconds. ``wire_bytes``: of one activation on the way
+        to a worker.
         """
         self._plane = plane
         self._layer_index = {layer: index for index, layer in enumerate(moe_layers)}
@@ -97,6 +108,7 @@ class MeshExperts:
         self._longest_s = 0.0  # time that a part has taken lately
         self._clock = clock
         self._times = times
+        self._wire_bytes = wire_bytes
         self.counts = Counts(len(moe_layers), num_experts)
         """Tokens routed to each expert since start."""
         self._routes = no_routes(moe_layers, self.counts, capacity_tokens)
@@ -110,6 +122,8 @@ class MeshExperts:
         self._parked: list[Parked] = []
         self.rank_pairs: dict[str, list[int]] = {}
         """Rank -> (token, expert) pairs that it has answered since start, ``[moe layers]``."""
+        self.lane_bytes: dict[str, LaneBytes] = {}
+        """Rank -> what has gone over its lane since start."""
         self.step = 0
         """Written into headers; the engine counts it."""
         self.tally = Tally()
@@ -202,7 +216,10 @@ class MeshExperts:
                 ticket.abandon()
                 raise
         self.tally.dispatches += 1
-        self._times.send_ns += perf_counter_ns() - started
+        times, took_ns = self._times, perf_counter_ns() - started
+        times.send_ns += took_ns
+        times.layer = layer
+        times.layers.dispatch[times.layers.groups.of(layer)] += took_ns
         return ticket
 
     def pump(self) -> list[LaneLost]:
@@ -294,7 +311,9 @@ class MeshExperts:
             return self._sum_in_choice_order(ticket) if self._exact else self._sum(ticket)
         finally:
             self.release(ticket)
-            self._times.combine_ns += perf_counter_ns() - started
+            times, took_ns = self._times, perf_counter_ns() - started
+            times.combine_ns += took_ns
+            times.layers.combine[times.layers.groups.of(ticket.layer)] += took_ns
 
     def release(self, ticket: MeshTicket) -> None:
         """Free the ring slots that a ticket's answers lie in."""
@@ -379,6 +398,12 @@ class MeshExperts:
         if number is None:
             return False
         self.tally.messages += 1
+        lane = self.lane_bytes.get(piece.peer)
+        if lane is None:
+            lane = self.lane_bytes[piece.peer] = LaneBytes()
+        part = piece.part
+        row_bytes = part.x.shape[1] * self._wire_bytes
+        lane.sent += part.rows.shape[0] * row_bytes + part.pair_slot.size * _PAIR_BYTES
         piece.sent_at = self._clock()
         in_flight = self._in_flight.get(piece.peer)
         if in_flight is None:
@@ -418,6 +443,7 @@ class MeshExperts:
             piece.answer = answer
             self._holding[answer.ticket] = piece
             ticket.missing -= 1
+            self.lane_bytes[answer.peer].received += answer.out.nbytes
             self._count_pairs(piece)
             ticket.spans.append((answer.began_ns, answer.began_ns + answer.compute_ns))
             if not ticket.missing:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mesh.metrics import PREFIX
+from mesh.metrics import PREFIX, Buckets
 from router_svc.engine import Engine
+from router_svc.profile import LayerTimes
 
 _ACTIVITIES = (
     "plan",
@@ -87,3 +88,31 @@ class RouterCollector(Collector):
         for activity in _ACTIVITIES:
             seconds.add_metric([activity], getattr(times, f"{activity}_ns") / 1e9)
         yield seconds
+        yield from self._layers(times.layers)
+        lanes = CounterMetricFamily(
+            f"{PREFIX}_router_lane_bytes",
+            "Activations and pairs sent to an expert worker, and rows received from it.",
+            labels=["peer", "direction"],
+        )
+        for peer, moved in engine.lane_bytes.items():
+            lanes.add_metric([peer, "sent"], moved.sent)
+            lanes.add_metric([peer, "received"], moved.received)
+        yield lanes
+        for phase, text in (
+            ("queue", "From a sequence's arrival here until its first tokens were scheduled."),
+            ("prefill", "From a sequence's first tokens being scheduled to its first token."),
+            ("decode", "From a sequence's first token to its last."),
+        ):
+            buckets: Buckets = getattr(engine.phases, phase)
+            yield buckets.family(f"request_{phase}_time_seconds", text)
+
+    def _layers(self, times: LayerTimes) -> Iterable[Metric]:
+        family = CounterMetricFamily(
+            f"{PREFIX}_router_layer_seconds",
+            "The part of the compute thread's time that belongs to a group of layers.",
+            labels=["layers", "activity"],
+        )
+        for activity in ("compute", "dispatch", "wait", "combine"):
+            for label, ns in zip(times.groups.labels, getattr(times, activity), strict=True):
+                family.add_metric([label, activity], ns / 1e9)
+        yield family

@@ -7,14 +7,46 @@ Computation is split by what the model is asked for; ``send`` routes, copies int
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter_ns
 
 import torch
 
+from mesh.layer_groups import LayerGroups
+from mesh.metrics import REQUEST_SECONDS, Buckets
 from moe_model.kv_cache import KVCache
 from moe_model.model import RouterModel
 from moe_model.plan import Chunk, StepPlan
+
+
+class Phases:
+    """Seconds that sequences of gateways spent in each phase of their life here."""
+
+    def __init__(self) -> None:
+        self.queue = Buckets(REQUEST_SECONDS)
+        """From its arrival until its first tokens were scheduled."""
+        self.prefill = Buckets(REQUEST_SECONDS)
+        """From there until its first token was drawn."""
+        self.decode = Buckets(REQUEST_SECONDS)
+        """From there until its last."""
+
+
+class LayerTimes:
+    """Nanoseconds of the compute thread by activity, ``[groups of layers]`` each."""
+
+    __slots__ = ("combine", "compute", "dispatch", "groups", "wait")
+
+    def __init__(self, groups: LayerGroups) -> None:
+        self.groups = groups
+        count = len(groups.labels)
+        self.compute = [0] * count
+        """Attention, gate, shared experts and dense layers."""
+        self.dispatch = [0] * count
+        self.wait = [0] * count
+        self.combine = [0] * count
+
+    def computed(self, layer: int, ns: int) -> None:
+        self.compute[self.groups.of(layer)] += ns
 
 
 @dataclass(slots=True)
@@ -42,6 +74,10 @@ class Times:
     computed the shared expert nor any worker its part. Says little with several micro-batches."""
     shared_span: tuple[int, int] = (0, 0)
     """Begin and end of the newest computation of a shared expert."""
+    layers: LayerTimes = field(default_factory=lambda: LayerTimes(LayerGroups(1)))
+    """What of all this belongs to layers."""
+    layer: int = 0
+    """The layer dispatched last: what the thread waits for when it waits."""
 
     @property
     def python_ns(self) -> int:
@@ -90,19 +126,25 @@ class TimedModel(RouterModel):
     def attend(self, layer: int, h: torch.Tensor, plan: StepPlan, kv: KVCache) -> torch.Tensor:
         started = perf_counter_ns()
         h = super().attend(layer, h, plan, kv)
-        self._times.attention_ns += perf_counter_ns() - started
+        took_ns = perf_counter_ns() - started
+        self._times.attention_ns += took_ns
+        self._times.layers.computed(layer, took_ns)
         return h
 
     def ffn_input(self, layer: int, h: torch.Tensor) -> torch.Tensor:
         started = perf_counter_ns()
         x = super().ffn_input(layer, h)
-        self._times.gate_ns += perf_counter_ns() - started
+        took_ns = perf_counter_ns() - started
+        self._times.gate_ns += took_ns
+        self._times.layers.computed(layer, took_ns)
         return x
 
     def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         started = perf_counter_ns()
         routed = super().route(layer, x)
-        self._times.gate_ns += perf_counter_ns() - started
+        took_ns = perf_counter_ns() - started
+        self._times.gate_ns += took_ns
+        self._times.layers.computed(layer, took_ns)
         return routed
 
     def shared(self, layer: int, x: torch.Tensor) -> torch.Tensor | None:
@@ -110,13 +152,16 @@ class TimedModel(RouterModel):
         out = super().shared(layer, x)
         ended = perf_counter_ns()
         self._times.shared_ns += ended - started
+        self._times.layers.computed(layer, ended - started)
         self._times.shared_span = (started, ended)
         return out
 
     def dense(self, layer: int, h: torch.Tensor) -> torch.Tensor:
         started = perf_counter_ns()
         h = super().dense(layer, h)
-        self._times.shared_ns += perf_counter_ns() - started
+        took_ns = perf_counter_ns() - started
+        self._times.shared_ns += took_ns
+        self._times.layers.computed(layer, took_ns)
         return h
 
     def logits(self, h_rows: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,11 @@ class Sequence:
     prompt_logprobs: list[Logprob | None] = field(default_factory=list)
     started: bool = False
     """Its first delta has been sent."""
+    queued_at: float = 0.0
+    """On the caller's monotonic clock: when it was queued, when its first tokens were scheduled and
+    when its first token was drawn; 0 before."""
+    begun_at: float = 0.0
+    first_at: float = 0.0
     admitted: bool = False
 
     @property

@@ -116,7 +116,9 @@ class StepRunner:
                     batches = [batch for batch in batches if not self._is_deserted(batch)]
                     whole = False
                 self._pump()
-                times.wait_ns += perf_counter_ns() - waited
+                waited_ns = perf_counter_ns() - waited
+                times.wait_ns += waited_ns
+                times.layers.wait[times.layers.groups.of(times.layer)] += waited_ns
         times.tokens += tokens
         if self._fixed is None and whole and not result.failed:
             self._rule.observe(

@@ -99,6 +99,14 @@ class MeshTicket:
 
 
 @dataclass(slots=True)
+class LaneBytes:
+    """Activations and pairs that went to a peer, and rows that came back, since start."""
+
+    sent: int = 0
+    received: int = 0
+
+
+@dataclass(slots=True)
 class Tally:
     """Counts since start."""
 

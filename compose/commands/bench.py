@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import cyclopts
+import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +32,45 @@ from moe_model.spec import load_spec
 
 app = cyclopts.App(name="bench", help="Measure a mesh that runs on this host.")
 
+app.command("compose.commands.bench_serve:serve", name="serve")
+
 _ANSWER_S = 5.0
+
+
+ApiKey = Annotated[
+    str,
+    Parameter(
+        env_var="OPENAI_API_KEY",
+        show_default=False,
+        help="API key to send, where the gateway wants one.",
+    ),
+]
+
+
+class RunningMesh(msgspec.Struct, frozen=True, kw_only=True):
+    """What a load needs to know of the mesh on this host. ``url``: of its first ready gateway."""
+
+    url: str
+    model: str
+    vocab: int
+    members: tuple[Member, ...]
+
+
+async def running_mesh(settings: Settings) -> RunningMesh:
+    """The mesh that runs here. Raises ``UsageError`` where there is none, or no ready gateway."""
+    try:
+        vocab = load_spec(checkpoint_dir(settings.model.path)).vocab_size
+    except CheckpointError as error:
+        raise UsageError(f"model.path: {error}") from None
+    async with PlannerProbe(settings) as planner:
+        status = await planner.status(_ANSWER_S)
+    if status is None:
+        raise UsageError("no mesh answers here: start one with `moemesh up`", exit_code=1)
+    members = status.view.members
+    gateways = [m for m in members if m.role == "gateway" and m.state == "ready" and m.control]
+    if not gateways:
+        raise UsageError("the mesh has no ready gateway", exit_code=1)
+    return RunningMesh(url=gateways[0].control, model=status.model, vocab=vocab, members=members)
 
 
 @app.command
@@ -42,6 +80,7 @@ def step(
     streams: Annotated[int, Parameter(help="Sequences that decode together.")] = 1,
     prompt_tokens: Annotated[int, Parameter(help="Tokens of each prompt.")] = 16,
     tokens: Annotated[int, Parameter(help="Tokens that each makes.")] = 128,
+    api_key: ApiKey = "",
 ) -> int:
     """Decode with some streams and print where each process's time went, per router step."""
     for flag, value in (
@@ -53,7 +92,7 @@ def step(
             raise UsageError(f"{flag} {value}: expected at least 1")
     settings = source.effective().settings
     served_model(settings)
-    level, profiles = asyncio.run(_profile(settings, streams, prompt_tokens, tokens))
+    level, profiles = asyncio.run(_profile(settings, streams, prompt_tokens, tokens, api_key))
     console = Console()
     console.print(_table(profiles))
     for profile in profiles:
@@ -67,32 +106,21 @@ def step(
 
 
 async def _profile(
-    settings: Settings, streams: int, prompt_tokens: int, tokens: int
+    settings: Settings, streams: int, prompt_tokens: int, tokens: int, key: str
 ) -> tuple[Level, list[Profile]]:
-    try:
-        vocab = load_spec(checkpoint_dir(settings.model.path)).vocab_size
-    except CheckpointError as error:
-        raise UsageError(f"model.path: {error}") from None
-    async with PlannerProbe(settings) as planner:
-        status = await planner.status(_ANSWER_S)
-    if status is None:
-        raise UsageError("no mesh answers here: start one with `moemesh up`", exit_code=1)
-    members = {m.id: m for m in status.view.members if m.metrics and m.state == "ready"}
-    gateway = next((m for m in members.values() if m.role == "gateway"), None)
-    if gateway is None:
-        raise UsageError("the mesh has no ready gateway with metrics.enabled", exit_code=1)
-    parts = urlsplit(gateway.metrics)
-    url = f"{parts.scheme}://{parts.netloc}"
+    found = await running_mesh(settings)
+    members = {m.id: m for m in found.members if m.metrics and m.state == "ready"}
 
     async def load(count: int, seed: int) -> Level:
         return await run_level(
-            url,
-            status.model,
+            found.url,
+            found.model,
             streams,
             prompt_tokens=prompt_tokens,
             tokens=count,
-            vocab=vocab,
+            vocab=found.vocab,
             seed=seed,
+            key=key,
         )
 
     try:
@@ -100,8 +128,8 @@ async def _profile(
         before = await _read_all(members)
         level = await load(tokens, 2)
         after = await _read_all(members)
-    except LoadError as error:
-        raise UsageError(str(error), exit_code=1) from None
+    except (LoadError, OSError, ExceptionGroup) as error:
+        raise UsageError(_why(error), exit_code=1) from None
     routers = [
         router_profile(name, before[name], after[name])
         for name, member in members.items()
@@ -119,6 +147,13 @@ async def _profile(
         if member.role in {"gateway", "planner"}
     ]
     return level, [*routers, *experts, *others]
+
+
+def _why(error: BaseException) -> str:
+    """The first reason in a group of a load's errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error)
 
 
 async def _read_all(members: dict[str, Member]) -> dict[str, Reading]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.requests import Request
@@ -26,6 +27,8 @@ from mesh.messages import (
     GetPlan,
     GetStatus,
     LoadDetail,
+    Member,
+    MemberState,
     Mode,
     Pin,
     Placement,
@@ -42,6 +45,8 @@ from mesh.placement_json import PlacementDocument, PlacementJsonError, proposal,
 _RETRY_S = 2.0
 """A planner that died is back, and has found its mesh, after about this long."""
 _RECORD_ACTIONS: tuple[RecordAction, ...] = ("start", "stop", "dump")
+
+_GONE: frozenset[MemberState] = frozenset({"dead", "left"})
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -98,6 +103,7 @@ class AdminPages:
             Route("/admin/mode", self.mode, methods=["POST"]),
             Route("/admin/pin", self.pin, methods=["POST"]),
             Route("/admin/record/{action}", self.record, methods=["POST"]),
+            Route("/admin/targets", self.targets, methods=["GET"]),
         ]
 
     async def placement(self, http: Request) -> Response:
@@ -173,6 +179,14 @@ class AdminPages:
             f"There is nothing at {http.url.path}; expected {', '.join(_RECORD_ACTIONS)}."
         )
 
+    async def targets(self, http: Request) -> Response:  # noqa: ARG002
+        """Where each process of the mesh serves its metrics, as Prometheus' ``http_sd_configs``
+        wants it.
+        """
+        view = (await self._ask(GetStatus(), Status)).view
+        here = [m for m in view.members if m.metrics and m.state not in _GONE]
+        return json_response(msgspec.json.encode([_target(member) for member in here]))
+
     async def _body(self, http: Request) -> bytes:
         return await read_body(http, self._max_body_bytes)
 
@@ -193,6 +207,17 @@ class AdminPages:
         if view.placement is None:
             raise Unavailable("Nothing is placed yet: the expert workers are still loading.")
         return view.placement, present_ranks(view)
+
+
+def _target(member: Member) -> dict[str, object]:
+    parts = urlsplit(member.metrics)
+    labels = {
+        "role": member.role,
+        "member": member.id,
+        "__scheme__": parts.scheme,
+        "__metrics_path__": parts.path,
+    }
+    return {"targets": [parts.netloc], "labels": labels}
 
 
 def _check_ranks(named: Sequence[str], present: Sequence[str]) -> None:

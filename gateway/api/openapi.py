@@ -163,7 +163,9 @@ def _answer(name: str) -> dict[str, Any]:
     if name == "metrics":
         return _content("Prometheus metrics.", {"text/plain": {"schema": {"type": "string"}}})
     kind = _RESPONSE.get(name)
-    schema = {"type": "object"} if kind is None else reference(kind)
+    schema: dict[str, Any] = {"type": "object"} if kind is None else reference(kind)
+    if name == "targets":
+        schema = {"type": "array", "items": schema}
     content: dict[str, Any] = {_JSON: {"schema": schema}}
     if name in _GENERATING:  # with stream=true
         content["text/event-stream"] = {"schema": {"type": "string"}}

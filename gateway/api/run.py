@@ -137,7 +137,7 @@ async def running(
         finally:
             watcher.cancel()
             facts: dict[str, Any] = {
-                "id": ticket.id,
+                "request": ticket.id,
                 "prompt_tokens": prompt_tokens,
                 "completion_tokens": generation.generated_tokens,
             }

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+from pathlib import Path
 
-from tests.support.meshes import Mesh
+from tests.support.certificates import tls_files
+from tests.support.meshes import MOEMESH, Mesh
 
 
 def test_bench_step_prints_where_each_process_spent_its_time(demo_mesh: Mesh) -> None:
@@ -13,3 +17,43 @@ def test_bench_step_prints_where_each_process_spent_its_time(demo_mesh: Mesh) ->
         assert re.search(rf"^{member} +\d", printed, re.MULTILINE), printed
     assert re.search(r"router-0: [\d.]+% of a step of [\d.]+ ms passed outside", printed), printed
     assert "tokens/s with 2 streams" in printed
+
+
+def test_bench_serve_sweeps_rates_and_writes_results_and_a_plot(
+    demo_mesh: Mesh, tmp_path: Path
+) -> None:
+    output, plot = tmp_path / "results.json", tmp_path / "plot.svg"
+    printed = demo_mesh.run(
+        "bench", "serve", "--request-rate", "20,inf", "--num-prompts", "6", "--input-len", "20",
+        "--output-len", "8", "--spread", "0.5", "--max-concurrency", "3",
+        "--goodput", "e2el:100000", "--output", str(output), "--plot", str(plot),
+    )  # fmt: skip
+    assert "at once" in printed
+    document = json.loads(output.read_bytes())
+    assert [result["request_rate"] for result in document["results"]] == [20.0, "inf"]
+    for result in document["results"]:
+        assert (result["completed"], result["failed"]) == (6, 0)
+        assert 0 < result["median_ttft_ms"] <= result["p99_e2el_ms"]
+        assert result["peak_concurrency"] <= 3
+        assert result["request_goodput"] == result["request_throughput"]
+        assert 6 * 4 <= result["total_output_tokens"] <= 6 * 12
+    assert plot.read_text().startswith("<svg")
+
+
+def test_bench_speaks_https_and_sends_its_key(tmp_path: Path) -> None:
+    secret = "a-key-of-the-bench-tests"
+    with Mesh(
+        experts=1,
+        environment={"MOEMESH_API_KEYS": f"bench={secret}"},
+        **tls_files(tmp_path),
+    ) as mesh:
+        small = ("--num-prompts", "2", "--input-len", "4", "--output-len", "2")
+        arguments = ("bench", "serve", "--request-rate", "inf", *small)
+        assert "at once" in mesh.run(*arguments, "--api-key", secret)
+        refused = subprocess.run(
+            [MOEMESH, *arguments, "--set", f"mesh.run_dir={mesh.run_dir}"],
+            check=False, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert refused.returncode == 1
+        assert "No API key was sent" in refused.stderr
+        assert "tokens/s" in mesh.run("bench", "step", "--tokens", "8", "--api-key", secret)

@@ -48,7 +48,7 @@ def test_a_killed_process_costs_no_request_and_no_token(mesh: Mesh, victim: str)
         assert one["logprobs"] == want["logprobs"]
     # The death came while it mattered.
     if victim == "router-0":
-        assert _figure(mesh, "num_requests_moved") > 0
+        assert _figure(mesh, "requests_moved_total") > 0
     else:
         logs = (mesh.run_dir / "logs").glob("router-*.log")
         assert any("lane.lost" in path.read_text() for path in logs)

@@ -7,12 +7,14 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -41,14 +43,26 @@ def free_port(count: int = 1) -> int:
 class Mesh:
     """``with Mesh(model, experts=3) as mesh: mesh.url``: a running mesh in a directory of its own.
 
-    Keyword settings are the configuration's ``section__key`` names.
+    Keyword settings are the configuration's ``section__key`` names; ``environment`` is added to
+    its processes' own.
     """
 
     def __init__(
-        self, model: Path | None = None, *, experts: int = 2, routers: int = 1, **settings: Any
+        self,
+        model: Path | None = None,
+        *,
+        experts: int = 2,
+        routers: int = 1,
+        environment: Mapping[str, str] | None = None,
+        **settings: Any,
     ) -> None:
         self.port = free_port(int(settings.get("mesh__gateways", 1)))
         self.url = f"http://127.0.0.1:{self.port}"
+        self._environment = environment
+        self._tls: ssl.SSLContext | None = None
+        if "gateway__tls_cert" in settings:
+            self.url = f"https://127.0.0.1:{self.port}"
+            self._tls = ssl.create_default_context(cafile=str(settings["gateway__tls_cert"]))
         self._home = tempfile.TemporaryDirectory(prefix="moemesh-test-")
         self.run_dir = Path(self._home.name) / "run"
         command = [MOEMESH, "up", "--port", str(self.port)]
@@ -65,7 +79,11 @@ class Mesh:
     def __enter__(self) -> Self:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                self.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+                self.command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | (self._environment or {}),
             )
         try:
             self.wait_ready()
@@ -101,7 +119,7 @@ class Mesh:
     def get(self, path: str) -> tuple[int, str]:
         """Status and body of a GET; status 0 while nobody listens."""
         try:
-            with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            with urllib.request.urlopen(self.url + path, timeout=10, context=self._tls) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as refused:
             return refused.code, refused.read().decode()
@@ -114,7 +132,7 @@ class Mesh:
             self.url + path, data=data, headers={"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            with urllib.request.urlopen(request, timeout=timeout_s, context=self._tls) as answer:
                 return answer.status, json.loads(answer.read())
         except urllib.error.HTTPError as refused:
             return refused.code, json.loads(refused.read())

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from compose.load import LoadError, Stream, measure
+from compose.load import LoadError, Stream, measure, stream
 
 
 def test_rates_count_tokens_however_many_a_chunk_carries() -> None:
@@ -20,3 +22,47 @@ def test_rates_count_tokens_however_many_a_chunk_carries() -> None:
 def test_a_stream_without_a_token_is_an_error() -> None:
     with pytest.raises(LoadError, match="without a token"):
         measure([Stream(started=0.0)])
+
+
+async def answered(payload: bytes) -> tuple[bytes, Stream | LoadError]:
+    """What a server was sent that answers with ``payload``, and what the client made of it."""
+    got = b""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal got
+        got = await reader.readuntil(b"}")
+        writer.write(payload)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1")
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            found = await stream(url, {}, "a-key")
+        except LoadError as error:
+            return got, error
+        return got, found
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
+CHUNK = b'data: {"choices":[{"text":"a","finish_reason":null}]}\n\n'
+
+
+@pytest.mark.parametrize(("payload", "reason"), [
+    (HEAD + CHUNK, "broke off"),
+    (HEAD + CHUNK + b'data: {"error":{"message":"no worker"}}\n\n', "no worker"),
+    (b"HTTP/1.1 429 Too Many Requests\r\nX: y\r\n\r\nthe queue is full", "the queue is full"),
+    (b"", "127.0.0.1"),
+])  # fmt: skip
+def test_an_answer_that_is_none_is_an_error_with_its_words(payload: bytes, reason: str) -> None:
+    _, error = asyncio.run(answered(payload))
+    assert isinstance(error, LoadError)
+    assert reason in str(error)
+
+
+def test_a_whole_stream_has_its_chunks_and_was_asked_for_with_the_key() -> None:
+    payload = HEAD + CHUNK + CHUNK + b"data: [DONE]\n\n"
+    got, found = asyncio.run(answered(payload))
+    assert b"Authorization: Bearer a-key\r\n" in got
+    assert isinstance(found, Stream)
+    assert len(found.arrivals) == 2

@@ -38,5 +38,7 @@ def test_loads_are_counted_by_source_and_faults_by_kind() -> None:
     assert value("moemesh_expert_loaded_bytes_total", {"source": "checkpoint"}) == 2 * 1536
     assert value("moemesh_expert_load_faults_total", {"kind": "unreadable"}) == 1
     assert value("moemesh_expert_bundle_bytes_sent_total") == 7
-    assert value("moemesh_expert_slots_filled") == 2
+    assert value("moemesh_expert_slots", {"state": "filled"}) == 2
+    assert value("moemesh_expert_slots", {"state": "loading"}) == 0
+    assert value("moemesh_expert_slots", {"state": "empty"}) == 1
     assert value("moemesh_expert_weights_bytes") == 2 * 1536

@@ -24,6 +24,7 @@ from gateway.keys import Keyring
 from gateway.tenants import Tenant
 from mesh.settings import GatewaySettings
 from mesh.supervise import CannotServe, ExitCode
+from tests.support.certificates import CERTIFICATE, tls_files
 from tests.support.meshes import MOEMESH
 from tests.unit.gateway.scripted_mesh import DEADLINE_S, Mesh, Script, free_port, wait_until
 
@@ -32,28 +33,6 @@ KEY_B = "mm-key-of-tenant-b-0123456789"
 ADMIN = "mm-key-of-the-administrator-01"
 SECRETS = (KEY_A, KEY_B, ADMIN, *(hashlib.sha256(k.encode()).hexdigest() for k in (KEY_A, KEY_B)))
 BODY = {"model": "tales", "prompt": [5], "max_tokens": 4}
-
-# For localhost, good for a hundred years, trusted by nobody but these tests.
-PRIVATE_KEY = """\
------BEGIN PRIVATE KEY-----
-MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgBQFHWPy0RPeOrCkI
-EbA94MI0JSZvhXR/DMRGEZy6ukihRANCAAQ73dGOl5ZJzribvgLQvNVmKnBMXOja
-SEa5Pa0uCoMIqzoZtEtdMC6hIPjIeTJUIw2uNEXZ8OziABYHT6YyjRpQ
------END PRIVATE KEY-----
-"""
-CERTIFICATE = """\
------BEGIN CERTIFICATE-----
-MIIBmzCCAUGgAwIBAgIUAiYTHZpwHumv4SjTAvzMI2koh+MwCgYIKoZIzj0EAwIw
-FDESMBAGA1UEAwwJbG9jYWxob3N0MCAXDTI2MTEzMDEwMDU1M1oYDzIxMjYxMTA2
-MTAwNTUzWjAUMRIwEAYDVQQDDAlsb2NhbGhvc3QwWTATBgcqhkjOPQIBBggqhkjO
-PQMBBwNCAAQ73dGOl5ZJzribvgLQvNVmKnBMXOjaSEa5Pa0uCoMIqzoZtEtdMC6h
-IPjIeTJUIw2uNEXZ8OziABYHT6YyjRpQo28wbTAdBgNVHQ4EFgQU5t3a/wHYZgbV
-EqIDF641/1AqRc8wHwYDVR0jBBgwFoAU5t3a/wHYZgbVEqIDF641/1AqRc8wDwYD
-VR0TAQH/BAUwAwEB/zAaBgNVHREEEzARgglsb2NhbGhvc3SHBH8AAAEwCgYIKoZI
-zj0EAwIDSAAwRQIhALAX30EzxX5+enIW8G54md/gcrnIexl4L2NDHsc8pVO/AiBB
-qGqyqE5qb5mJ+/0KggJZWXUniy15xv7WfzYI1IvJiw==
------END CERTIFICATE-----
-"""
 
 
 def key_file(path, *entries):
@@ -284,13 +263,6 @@ def test_a_gateway_that_must_not_serve_says_why(own_mesh, settings, message):
 
 
 # ---------------------------------------------------------------- TLS
-
-
-def tls_files(path):
-    cert, key = path / "cert.pem", path / "key.pem"
-    cert.write_text(CERTIFICATE)
-    key.write_text(PRIVATE_KEY)
-    return {"gateway__tls_cert": cert, "gateway__tls_key": key}
 
 
 def test_https(own_mesh, tmp_path):

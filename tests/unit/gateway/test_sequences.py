@@ -462,3 +462,15 @@ def test_tokens_are_charged_to_the_tenant_once():
     world.tokens(8)
     with pytest.raises(RateLimited):
         tenant.check(1, 0.0)
+
+
+def test_time_without_a_router_ends_with_the_first_submit():
+    world = World()
+    sequence = world.open(now=5.0)
+    assert not world.submits()
+    world.set_routers("a", "b")
+    world.table.place_waiting(8.0)
+    assert sequence.queued_s == 3.0
+    world.table.on_router_lost(sequence.router, 20.0)
+    assert len(world.submits()) == 2
+    assert sequence.queued_s == 3.0

@@ -29,6 +29,23 @@ def test_a_page_shows_the_process_and_what_was_counted() -> None:
     assert _sample(page, "moemesh_process_resident_memory_bytes") > 0
 
 
+def test_a_histogram_counts_what_is_up_to_each_bound() -> None:
+    buckets = metrics.Buckets((0.5, 1.0))
+    for value in (0.2, 0.5, 0.7, 3.0):
+        buckets.observe(value)
+    family = buckets.family("wait_seconds", "Waits.")
+    assert [
+        (sample.name.removeprefix("moemesh_wait_seconds"), sample.labels.get("le"), sample.value)
+        for sample in family.samples
+    ] == [
+        ("_bucket", "0.5", 2.0),
+        ("_bucket", "1.0", 3.0),
+        ("_bucket", "+Inf", 4.0),
+        ("_count", None, 4.0),
+        ("_sum", None, 4.4),
+    ]
+
+
 def test_two_registries_share_nothing() -> None:
     one, two = metrics.new_registry(), metrics.new_registry()
     Counter("moemesh_tokens", "Tokens.", registry=one).inc()

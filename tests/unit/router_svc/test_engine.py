@@ -456,3 +456,24 @@ def test_a_flood_of_cancellations_is_bounded(start_engine, monkeypatch) -> None:
     for i in range(10):
         mesh.engine.cancel((str(i),))
     assert len(mesh.engine._commands) == 3
+
+
+def test_each_phase_of_a_sequences_life_is_measured_once(start_engine) -> None:
+    mesh = start_engine(max_running=1, max_step_tokens=16)
+    mesh.start_workers("a")
+    for name in ("first", "second"):
+        mesh.submit(name, list(range(10, 50)), max_tokens=4)
+    mesh.finish()
+    phases = mesh.engine.phases
+    for phase in (phases.queue, phases.prefill, phases.decode):
+        samples = {s.name.rpartition("_")[2]: s.value for s in phase.family("x", "").samples}
+        assert samples["count"] == 2
+        assert samples["sum"] > 0
+    layers = mesh.engine.times.layers
+    assert sum(layers.dispatch) == mesh.engine.times.send_ns
+    assert sum(layers.wait) == mesh.engine.times.wait_ns
+    assert sum(layers.combine) == mesh.engine.times.combine_ns
+    assert all(layers.compute)
+    (lane,) = mesh.engine.lane_bytes.values()
+    assert lane.received > 0
+    assert lane.sent > 0
