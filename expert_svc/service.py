@@ -84,6 +84,11 @@ class ExpertWorker:
             log=ctx.log,
         )
         self._member.set_state("joining", detail="waiting for slots", progress=0.0)
+        self._loads_seen = 0
+        """Reports of the loader."""
+        ctx.health.why_not_ready = self._why_not_ready
+        ctx.health.watch("compute", lambda: worker.tally.turns, worker.wake)
+        ctx.health.watch("loader", self._load_count)
 
     async def belong(self) -> None:
         """Be a member of the mesh. Raises ``RefusedByPlanner``."""
@@ -228,6 +233,7 @@ class ExpertWorker:
         self._loop.call_soon_threadsafe(self._progressed, share)
 
     def _progressed(self, share: float) -> None:
+        self._loads_seen += 1
         if share < 1.0:
             # A worker that serves goes on with it while it loads.
             state: MemberState = "ready" if self._served else "loading"
@@ -238,6 +244,19 @@ class ExpertWorker:
         if self._leaving and state == "ready":
             state = "draining"
         self._member.set_state(state, detail=detail, progress=progress)
+
+    def _load_count(self) -> int | None:
+        """What changes while experts are loaded that the worker is to begin with; one that serves
+        is not given up because others take long to come.
+        """
+        return None if self._served or self._loading is None else self._loads_seen
+
+    def _why_not_ready(self) -> str:
+        if self._leaving:
+            return "the worker is stopping"
+        if self._served:
+            return ""
+        return f"the worker is {self._member.state}: {self._member.detail or 'no experts yet'}"
 
     def _is_needed(self) -> bool:
         """Whether experts are placed here that a router may use and another worker may take."""
@@ -289,6 +308,7 @@ class ExpertWorker:
             role="expert",
             incarnation=ctx.incarnation,
             pid=ctx.pid,
+            pid_namespace=ctx.pid_namespace,
             host=ctx.host,
             model_digest=self._digest,
             lanes=self._lanes,

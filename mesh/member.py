@@ -118,6 +118,11 @@ class Member:
         return self._state
 
     @property
+    def detail(self) -> str:
+        """What was said with the state, in words."""
+        return self._detail
+
+    @property
     def welcomed(self) -> bool:
         """Whether a planner knows this member on the present connection."""
         return self._welcome is not None

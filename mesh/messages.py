@@ -59,6 +59,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     load: Load | None = None
     bundles: str = ""
     """Expert: the ZeroMQ address at which other expert workers fetch experts from its memory."""
+    pid_namespace: int = 0
+    """Among which processes of ``host`` its ``pid`` is counted; 0: not known."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -132,6 +134,8 @@ class Hello(_Message, frozen=True, kw_only=True):
     placement: Placement | None = None
     """Newest placement the member knows (``mesh.member`` fills it in), from which a restarted
     planner rebuilds its own and learns that the mesh is older than itself."""
+    pid_namespace: int = 0
+    """See ``Member.pid_namespace``."""
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Whether a process of this host still runs."""
+"""Whether a process of this machine still runs, and whether one can know."""
 
 from __future__ import annotations
 
@@ -17,3 +17,13 @@ def has_ended(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return True
     return bool(int(stat.rpartition(")")[2].split()[_FLAGS]) & _EXITING)
+
+
+def pid_namespace() -> int:
+    """Names the set of processes among which this one's id means something, see
+    pid_namespaces(7): containers have one each. 0 where that cannot be told.
+    """
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return 0

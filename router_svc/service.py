@@ -9,7 +9,7 @@ worker it says so, and what it has taken waits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -115,6 +115,10 @@ class Router:
             self._member.send,
         )
         self._member.set_state("loading", detail="loading weights", progress=0.0)
+        self._loaded = 0.0
+        """Share of the weights."""
+        ctx.health.why_not_ready = self._why_not_ready
+        ctx.health.watch("compute", self._compute_count, self._wake_compute)
 
     # -------------------------------------------------------------- actors
 
@@ -251,7 +255,16 @@ class Router:
         """From the compute thread."""
         self._loop.call_soon_threadsafe(call, *args)
 
+    def _compute_count(self) -> Hashable:
+        """What changes while the compute thread gets on."""
+        return self._loaded if self._engine is None else self._engine.turns
+
+    def _wake_compute(self) -> None:
+        if self._engine is not None:
+            self._engine.wake()
+
     def _progressed(self, share: float) -> None:
+        self._loaded = share
         if self._engine is None:
             self._member.set_state("loading", detail="loading weights", progress=share)
 
@@ -378,6 +391,7 @@ class Router:
             role="router",
             incarnation=ctx.incarnation,
             pid=ctx.pid,
+            pid_namespace=ctx.pid_namespace,
             host=ctx.host,
             model_digest=self._digest,
             control=self._link.address,
