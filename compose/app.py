@@ -38,6 +38,11 @@ def run(arguments: Sequence[str]) -> int:
         "version": "Print the versions of moemesh, its protocol and what it runs on.",
     }.items():
         app.command(f"compose.commands.{name}:{name}", name=name, help=help_text)
+    app.command(
+        "compose.commands.install_systemd:install_systemd",
+        name="install-systemd",
+        help="Write systemd units for the services of this host.",
+    )
     app.command("compose.commands.bench:app", name="bench")
     app.command("compose.commands.plan:app", name="plan")
     try:

@@ -36,6 +36,7 @@ from mesh.messages import (
     View,
 )
 from mesh.metrics import export_link
+from mesh.processes import name_thread
 from mesh.rundir import planner_address, router_address
 from mesh.service import CannotServe, Context
 from mesh.settings import Settings
@@ -128,9 +129,13 @@ class Router:
 
     async def compute(self) -> None:
         """Load the model and run the engine until cancelled; a failure ends the service."""
-        threads = self._ctx.settings.router.threads
-        # OpenMP keeps the number of threads per calling thread.
-        with ThreadPoolExecutor(1, "compute", torch.set_num_threads, (threads,)) as pool:
+
+        def begin() -> None:
+            name_thread("compute")
+            # OpenMP keeps the number of threads per calling thread.
+            torch.set_num_threads(self._ctx.settings.router.threads)
+
+        with ThreadPoolExecutor(1, "compute", begin) as pool:
             try:
                 self._engine = await self._loop.run_in_executor(pool, self._make_engine)
                 if self._member.view is not None:
