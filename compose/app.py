@@ -35,6 +35,7 @@ def run(arguments: Sequence[str]) -> int:
         "apikey": "Make an API key and the lines of the file that let it in.",
         "config": "Print the effective configuration and where each value came from.",
         "reference": "Complete a prompt with the whole model in this one process.",
+        "doctor": "Say what this machine can do for a mesh, and what it lacks.",
         "version": "Print the versions of moemesh, its protocol and what it runs on.",
     }.items():
         app.command(f"compose.commands.{name}:{name}", name=name, help=help_text)

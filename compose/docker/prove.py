@@ -340,7 +340,13 @@ class Container:
 
     def _command(self, argv: Sequence[str], *, alone: bool) -> list[str]:
         root, service = str(self._root), self.service
-        script = [overlay([*self._image.layers, self._base], root)]
+        # An engine makes the places to mount on in a layer of the container's own.
+        places = self._root.with_name(f"{self.name}.places")
+        for item in service["tmpfs"]:
+            made(places / item.split(":")[0].lstrip("/"))
+        for item in service["volumes"]:
+            made(places / item.split(":")[1].lstrip("/"))
+        script = [overlay([places, *self._image.layers, self._base], root)]
         assert service["read_only"]
         script += [
             f"mount -t proc proc {root}/proc",
