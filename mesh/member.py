@@ -38,6 +38,8 @@ from structlog.typing import FilteringBoundLogger
 
 from mesh.links import ClientLink, LinkClosed, Net, Subscriber, request
 from mesh.messages import (
+    PROTOCOL_MAX,
+    PROTOCOL_MIN,
     AssignSlots,
     FromPlanner,
     GetStatus,
@@ -195,9 +197,12 @@ class Member:
                 await asyncio.sleep(PROMPT_HEARTBEAT_S)
 
     def _present_itself(self) -> Hello:
-        hello = self._hello()
-        known = None if self.view is None else self.view.placement
-        return hello if known is None else msgspec.structs.replace(hello, placement=known)
+        return msgspec.structs.replace(
+            self._hello(),
+            protocol_min=PROTOCOL_MIN,
+            protocol_max=PROTOCOL_MAX,
+            placement=None if self.view is None else self.view.placement,
+        )
 
     def _heartbeat(self) -> Heartbeat:
         assert self._said is not None, "a welcome answers a Hello"

@@ -120,8 +120,10 @@ class Hello(_Message, frozen=True, kw_only=True):
     pid: int
     host: str
     model_digest: str
-    protocol_min: int = PROTOCOL_MIN
-    protocol_max: int = PROTOCOL_MAX
+    protocol_min: int = 1
+    protocol_max: int = 1
+    """What its code speaks (``mesh.member`` fills it in). The defaults are what silence means, and
+    so no constants of a release: a default is not sent, and its reader takes its own for it."""
     control: str = ""
     lanes: str = ""
     metrics: str = ""

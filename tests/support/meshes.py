@@ -13,6 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -41,12 +42,20 @@ def free_port(count: int = 1) -> int:
 class Mesh:
     """``with Mesh(model, experts=3) as mesh: mesh.url``: a running mesh in a directory of its own.
 
-    Keyword settings are the configuration's ``section__key`` names.
+    Keyword settings are the configuration's ``section__key`` names; ``environ`` is that of its
+    processes, if not this one's.
     """
 
     def __init__(
-        self, model: Path | None = None, *, experts: int = 2, routers: int = 1, **settings: Any
+        self,
+        model: Path | None = None,
+        *,
+        experts: int = 2,
+        routers: int = 1,
+        environ: Mapping[str, str] | None = None,
+        **settings: Any,
     ) -> None:
+        self._environ = environ
         self.port = free_port(int(settings.get("mesh__gateways", 1)))
         self.url = f"http://127.0.0.1:{self.port}"
         self._home = tempfile.TemporaryDirectory(prefix="moemesh-test-")
@@ -65,7 +74,11 @@ class Mesh:
     def __enter__(self) -> Self:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                self.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+                self.command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self._environ,
             )
         try:
             self.wait_ready()
@@ -123,7 +136,12 @@ class Mesh:
         """What ``moemesh ARGUMENTS`` prints about this mesh."""
         command = [MOEMESH, *arguments, "--set", f"mesh.run_dir={self.run_dir}"]
         done = subprocess.run(
-            command, check=False, capture_output=True, timeout=timeout_s, text=True
+            command,
+            check=False,
+            capture_output=True,
+            timeout=timeout_s,
+            text=True,
+            env=self._environ,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
