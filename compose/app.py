@@ -36,9 +36,15 @@ def run(arguments: Sequence[str]) -> int:
         "logs": "Print the logs of a mesh's processes as one, by time.",
         "config": "Print the effective configuration and where each value came from.",
         "reference": "Complete a prompt with the whole model in this one process.",
+        "doctor": "Say what this machine can do for a mesh, and what it lacks.",
         "version": "Print the versions of moemesh, its protocol and what it runs on.",
     }.items():
         app.command(f"compose.commands.{name}:{name}", name=name, help=help_text)
+    app.command(
+        "compose.commands.install_systemd:install_systemd",
+        name="install-systemd",
+        help="Write systemd units for the services of this host.",
+    )
     app.command("compose.commands.bench:app", name="bench")
     app.command("compose.commands.plan:app", name="plan")
     try:

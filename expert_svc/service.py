@@ -30,6 +30,7 @@ from mesh.membership import FINAL
 from mesh.messages import AssignSlots, Hello, Load, MemberState, SlotsReady, View
 from mesh.metrics import export_link
 from mesh.placement import EMPTY
+from mesh.processes import name_thread
 from mesh.rundir import bundles_address, lanes_path, planner_address
 from mesh.service import CannotServe, Context
 from mesh.supervise import Supervisor
@@ -39,6 +40,9 @@ from moe_model.experts import new_bank, read_expert
 from moe_model.shipped import checkpoint_dir
 from moe_model.spec import ModelSpec, load_spec, serving_digest
 from moe_model.tensors import TensorTable
+
+_OTHERS_SAY_S = 0.5
+"""Whoever was told to leave at the same moment has said so by then."""
 
 
 class ExpertWorker:
@@ -84,6 +88,11 @@ class ExpertWorker:
             log=ctx.log,
         )
         self._member.set_state("joining", detail="waiting for slots", progress=0.0)
+        self._loads_seen = 0
+        """Reports of the loader."""
+        ctx.health.why_not_ready = self._why_not_ready
+        ctx.health.watch("compute", lambda: worker.tally.turns, worker.wake)
+        ctx.health.watch("loader", self._load_count)
 
     async def belong(self) -> None:
         """Be a member of the mesh. Raises ``RefusedByPlanner``."""
@@ -91,11 +100,13 @@ class ExpertWorker:
 
     async def relieved(self) -> None:
         """Ask for this worker's experts to be taken over, and wait until none is placed here, or
-        nobody is left who could take or use them.
+        nobody is left who could take or use them. Where all stop, routers come first: what they
+        have under way ends with the experts that are here.
         """
         self._leaving = True
         if self._served:
             self._show("draining", detail="stopping")
+            await asyncio.sleep(_OTHERS_SAY_S)
         while self._served and self._is_needed():
             self._relieved.clear()
             await self._relieved.wait()
@@ -129,10 +140,12 @@ class ExpertWorker:
         self._loop.call_soon_threadsafe(self._assigned.set)
 
     def _pool(self, name: str) -> ThreadPoolExecutor:
-        # OpenMP keeps the number of threads per calling thread.
-        return ThreadPoolExecutor(
-            1, name, torch.set_num_threads, (self._ctx.settings.expert.threads,)
-        )
+        def begin() -> None:
+            name_thread(name)
+            # OpenMP keeps the number of threads per calling thread.
+            torch.set_num_threads(self._ctx.settings.expert.threads)
+
+        return ThreadPoolExecutor(1, name, begin)
 
     def _assign(self, command: Command) -> None:
         if not isinstance(command, AssignSlots):
@@ -228,6 +241,7 @@ class ExpertWorker:
         self._loop.call_soon_threadsafe(self._progressed, share)
 
     def _progressed(self, share: float) -> None:
+        self._loads_seen += 1
         if share < 1.0:
             # A worker that serves goes on with it while it loads.
             state: MemberState = "ready" if self._served else "loading"
@@ -239,18 +253,32 @@ class ExpertWorker:
             state = "draining"
         self._member.set_state(state, detail=detail, progress=progress)
 
+    def _load_count(self) -> int | None:
+        """What changes while experts are loaded that the worker is to begin with; one that serves
+        is not given up because others take long to come.
+        """
+        return None if self._served or self._loading is None else self._loads_seen
+
+    def _why_not_ready(self) -> str:
+        if self._leaving:
+            return "the worker is stopping"
+        if self._served:
+            return ""
+        return f"the worker is {self._member.state}: {self._member.detail or 'no experts yet'}"
+
     def _is_needed(self) -> bool:
         """Whether experts are placed here that a router may use and another worker may take."""
         command, view = self._command, self._member.view
         if command is None or view is None:
             return False
         placed = any(expert != EMPTY for layer in command.slots for expert in layer)
-        routers = any(m.role == "router" and m.state not in FINAL for m in view.members)
+        routers = [m for m in view.members if m.role == "router" and m.state not in FINAL]
         others = any(
             m.role == "expert" and m.id != self._ctx.id and m.state not in FINAL | {"draining"}
             for m in view.members
         )
-        return placed and routers and others
+        all_stop = all(router.state == "draining" for router in routers)
+        return placed and bool(routers) and (others or all_stop)
 
     def _on_view(self, view: View) -> None:
         del view  # the member keeps it
@@ -289,6 +317,7 @@ class ExpertWorker:
             role="expert",
             incarnation=ctx.incarnation,
             pid=ctx.pid,
+            pid_namespace=ctx.pid_namespace,
             host=ctx.host,
             model_digest=self._digest,
             lanes=self._lanes,

@@ -30,6 +30,8 @@ _MOST_PASSES = 8
 class Tally:
     """What the compute thread has done since start. Written by it alone, read by any thread."""
 
+    turns: int = 0
+    """Looks for arrivals: they go on, soon after a wake-up, without any."""
     calls: int = 0
     """Grouped FFN calls."""
     parts: int = 0
@@ -66,6 +68,7 @@ class Worker:
         with torch.inference_mode():
             woke = perf_counter_ns()
             while not self._stopping:
+                tally.turns += 1
                 arrivals = plane.poll()
                 if len(arrivals) == 1 and not waiting:
                     self._serve_alone(arrivals[0])
@@ -84,6 +87,10 @@ class Worker:
     def corrupt_lanes(self) -> int:
         """Lanes dropped because a router wrote nonsense, since start. Any thread."""
         return self._plane.corrupt_lanes
+
+    def wake(self) -> None:
+        """Make a thread without work take a turn. Any thread."""
+        self._plane.wake()
 
     def stop(self) -> None:
         """Make ``run`` return soon. Any thread."""

@@ -165,6 +165,7 @@ async def serve(ctx: Context, *, finish_s: float = _FINISH_S) -> None:
                 role="gateway",
                 incarnation=ctx.incarnation,
                 pid=ctx.pid,
+                pid_namespace=ctx.pid_namespace,
                 host=ctx.host,
                 model_digest=digest,
                 control=url,
@@ -201,7 +202,8 @@ async def serve(ctx: Context, *, finish_s: float = _FINISH_S) -> None:
                 actors.start("member", member.run)
                 actors.start("pool", pool.run)
                 ctx.log.info("gateway.listening", url=url, model=model.id)
-                ctx.ready()
+                ctx.health.why_not_ready = pool.why_not_ready
+                front.task(_first_ready(ctx, pool))
                 await ctx.stopping.wait()
                 member.set_state("draining")
                 pool.stop()
@@ -217,6 +219,15 @@ async def serve(ctx: Context, *, finish_s: float = _FINISH_S) -> None:
             server.should_exit = True
             await asyncio.wait([serving])
             engine.close()
+
+
+async def _first_ready(ctx: Context, pool: Pool) -> None:
+    """The gateway listens at once, and is ready when the mesh can first run a token."""
+    while pool.why_not_ready():
+        if ctx.stopping.is_set():
+            return
+        await asyncio.sleep(_LOOK_S)
+    ctx.ready()
 
 
 async def _ended(server: Server) -> None:

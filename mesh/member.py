@@ -38,6 +38,8 @@ from structlog.typing import FilteringBoundLogger
 
 from mesh.links import ClientLink, LinkClosed, Net, Subscriber, request
 from mesh.messages import (
+    PROTOCOL_MAX,
+    PROTOCOL_MIN,
     AssignSlots,
     FromPlanner,
     GetStatus,
@@ -118,6 +120,11 @@ class Member:
         return self._state
 
     @property
+    def detail(self) -> str:
+        """What was said with the state, in words."""
+        return self._detail
+
+    @property
     def welcomed(self) -> bool:
         """Whether a planner knows this member on the present connection."""
         return self._welcome is not None
@@ -190,9 +197,12 @@ class Member:
                 await asyncio.sleep(PROMPT_HEARTBEAT_S)
 
     def _present_itself(self) -> Hello:
-        hello = self._hello()
-        known = None if self.view is None else self.view.placement
-        return hello if known is None else msgspec.structs.replace(hello, placement=known)
+        return msgspec.structs.replace(
+            self._hello(),
+            protocol_min=PROTOCOL_MIN,
+            protocol_max=PROTOCOL_MAX,
+            placement=None if self.view is None else self.view.placement,
+        )
 
     def _heartbeat(self) -> Heartbeat:
         assert self._said is not None, "a welcome answers a Hello"

@@ -59,6 +59,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     load: Load | None = None
     bundles: str = ""
     """Expert: the ZeroMQ address at which other expert workers fetch experts from its memory."""
+    pid_namespace: int = 0
+    """Among which processes of ``host`` its ``pid`` is counted; 0: not known."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -118,8 +120,10 @@ class Hello(_Message, frozen=True, kw_only=True):
     pid: int
     host: str
     model_digest: str
-    protocol_min: int = PROTOCOL_MIN
-    protocol_max: int = PROTOCOL_MAX
+    protocol_min: int = 1
+    protocol_max: int = 1
+    """What its code speaks (``mesh.member`` fills it in). The defaults are what silence means, and
+    so no constants of a release: a default is not sent, and its reader takes its own for it."""
     control: str = ""
     lanes: str = ""
     metrics: str = ""
@@ -132,6 +136,8 @@ class Hello(_Message, frozen=True, kw_only=True):
     placement: Placement | None = None
     """Newest placement the member knows (``mesh.member`` fills it in), from which a restarted
     planner rebuilds its own and learns that the mesh is older than itself."""
+    pid_namespace: int = 0
+    """See ``Member.pid_namespace``."""
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):

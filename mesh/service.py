@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import faulthandler
 import gc
 import os
 import signal
@@ -43,8 +44,10 @@ from structlog.typing import FilteringBoundLogger
 
 from mesh import logs, metrics
 from mesh.config import ConfigError, Effective, load, name_fault
+from mesh.health import Health, health_path
 from mesh.links import LinkError, Net
 from mesh.messages import Role
+from mesh.processes import pid_namespace
 from mesh.rundir import AlreadyRunning, RunDirError, claim, create_run_dir
 from mesh.settings import Settings
 from mesh.supervise import ActorCrashed, CannotServe, ExitCode
@@ -57,7 +60,6 @@ __all__ = [
     "ExitCode",
     "drain_limit_s",
     "run_service",
-    "sd_notify",
 ]
 
 STOP_GRACE_S = 10.0
@@ -90,10 +92,16 @@ class Context:
     """... without waiting for what it could still hand over or finish."""
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
+    pid_namespace: int = field(default_factory=pid_namespace)
+    health: Health = field(init=False)
+    """Tell it which threads to watch, and why the service is not ready."""
+
+    def __post_init__(self) -> None:
+        self.health = Health(health_path(self.run_dir, self.id), self.log)
 
     def ready(self) -> None:
-        """Tell systemd, if it asked, that the service now serves."""
-        sd_notify("READY=1")
+        """The service does its work from now on: a token can be run, as far as it depends on it."""
+        self.health.ready()
         self.log.info("service.ready")
 
     async def until_drained(self, drained: Coroutine[Any, Any, None]) -> None:
@@ -129,6 +137,8 @@ def run_service(
 ) -> NoReturn:
     """Parse flags, set the process up, run ``main`` and exit with an ``ExitCode``."""
     incarnation = time.time_ns()
+    # What systemd's watchdog sends to a service that hangs then tells where each thread was.
+    faulthandler.enable()
     flags = _parse(role, sys.argv[1:] if argv is None else argv)
     if flags.parent_pid:
         _die_with(flags.parent_pid)
@@ -213,6 +223,7 @@ async def _serve(
             metrics_url=metrics_url,
             listen_fd=flags.listen_fd,
         )
+        beats = asyncio.ensure_future(ctx.health.run())
         served = asyncio.ensure_future(main(ctx))
         stop = _Stop(ctx, served)
         loop = asyncio.get_running_loop()
@@ -226,6 +237,8 @@ async def _serve(
             await served
         finally:
             _end_in(KILL_GRACE_S)
+            beats.cancel()
+            await asyncio.wait([beats])
 
 
 class _Stop:
@@ -251,7 +264,7 @@ class _Stop:
             return
         ctx.stopping.set()
         ctx.log.info("service.stopping", at_once=ctx.at_once.is_set())
-        sd_notify("STOPPING=1")
+        ctx.health.stopping()
 
 
 def _end_in(delay_s: float) -> None:
@@ -316,18 +329,3 @@ def _die_with(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:  # it ended before we asked
         raise SystemExit(ExitCode.OK)
-
-
-def sd_notify(state: str) -> None:
-    """Tell systemd a state, as its notify protocol says; do nothing without systemd."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if not address:
-        return
-    if address[0] == "@":
-        address = "\0" + address[1:]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as link:
-        try:
-            link.connect(address)
-            link.sendall(state.encode())
-        except OSError as error:
-            structlog.get_logger("service").warning("systemd.unreachable", error=str(error))

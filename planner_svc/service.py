@@ -96,7 +96,13 @@ class Planner:
     def _lost(self, peer: bytes) -> None:
         # Nobody needs to wait for a process to come back that has ended on this host.
         member = self._coordinator.member_at(peer)
-        ended = member is not None and member.host == self._ctx.host and has_ended(member.pid)
+        here = (self._ctx.host, self._ctx.pid_namespace)
+        ended = (
+            member is not None
+            and (member.host, member.pid_namespace) == here
+            and here[1] != 0
+            and has_ended(member.pid)
+        )
         self._carry_out(self._coordinator.closed(peer, time.monotonic(), ended=ended))
 
     def _carry_out(self, effects: list[Effect]) -> None:

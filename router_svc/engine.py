@@ -147,6 +147,7 @@ class Engine:
         )
         self._in_step = False
         self._dropped = False
+        self._turns = 0
         self.state = EngineState(kv_blocks_total=blocks, kv_blocks_free=blocks)
 
     # -------------------------------------------------------------- any thread
@@ -186,6 +187,15 @@ class Engine:
         """Make ``run`` return soon; sequences that have not finished end as cancelled."""
         self._stopping = True
         self._plane.wake()
+
+    def wake(self) -> None:
+        """Make a thread without work take a turn."""
+        self._plane.wake()
+
+    @property
+    def turns(self) -> tuple[int, int, int]:
+        """Changes while the thread gets on, with work or, soon after ``wake``, without."""
+        return (self._turns, self._experts.step, self._experts.tally.dispatches)
 
     @property
     def progress(self) -> tuple[int, int] | None:
@@ -250,6 +260,7 @@ class Engine:
         self._plane.close()
 
     def _turn(self) -> None:
+        self._turns += 1
         self._take_view()
         self._take_commands()
         self._expire()
@@ -489,6 +500,7 @@ class Engine:
         be an expert whose worker has just come back, and requests end that are cancelled or past
         their deadline. Returns whether sequences were dropped.
         """
+        self._turns += 1
         if self._stopping:
             raise _StoppedError
         self._dropped = False

@@ -9,7 +9,7 @@ worker it says so, and what it has taken waits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from mesh.messages import (
     View,
 )
 from mesh.metrics import export_link
+from mesh.processes import name_thread
 from mesh.rundir import planner_address, router_address
 from mesh.service import CannotServe, Context
 from mesh.settings import Settings
@@ -115,6 +116,10 @@ class Router:
             self._member.send,
         )
         self._member.set_state("loading", detail="loading weights", progress=0.0)
+        self._loaded = 0.0
+        """Share of the weights."""
+        ctx.health.why_not_ready = self._why_not_ready
+        ctx.health.watch("compute", self._compute_count, self._wake_compute)
 
     # -------------------------------------------------------------- actors
 
@@ -124,9 +129,13 @@ class Router:
 
     async def compute(self) -> None:
         """Load the model and run the engine until cancelled; a failure ends the service."""
-        threads = self._ctx.settings.router.threads
-        # OpenMP keeps the number of threads per calling thread.
-        with ThreadPoolExecutor(1, "compute", torch.set_num_threads, (threads,)) as pool:
+
+        def begin() -> None:
+            name_thread("compute")
+            # OpenMP keeps the number of threads per calling thread.
+            torch.set_num_threads(self._ctx.settings.router.threads)
+
+        with ThreadPoolExecutor(1, "compute", begin) as pool:
             try:
                 self._engine = await self._loop.run_in_executor(pool, self._make_engine)
                 if self._member.view is not None:
@@ -251,7 +260,16 @@ class Router:
         """From the compute thread."""
         self._loop.call_soon_threadsafe(call, *args)
 
+    def _compute_count(self) -> Hashable:
+        """What changes while the compute thread gets on."""
+        return self._loaded if self._engine is None else self._engine.turns
+
+    def _wake_compute(self) -> None:
+        if self._engine is not None:
+            self._engine.wake()
+
     def _progressed(self, share: float) -> None:
+        self._loaded = share
         if self._engine is None:
             self._member.set_state("loading", detail="loading weights", progress=share)
 
@@ -378,6 +396,7 @@ class Router:
             role="router",
             incarnation=ctx.incarnation,
             pid=ctx.pid,
+            pid_namespace=ctx.pid_namespace,
             host=ctx.host,
             model_digest=self._digest,
             control=self._link.address,

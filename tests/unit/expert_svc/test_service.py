@@ -291,3 +291,22 @@ def test_a_worker_waits_for_nobody_who_could_use_or_take_its_experts(
         await leaving
 
     run(tmp_path, Reads(), main)
+
+
+def test_where_all_stop_experts_wait_for_the_routers(tmp_path: Path) -> None:
+    async def main(scene: Scene) -> None:
+        await scene.do(COMMAND)
+        draining = tuple(msgspec.structs.replace(m, state="draining") for m in VIEW.members)
+        scene.worker._member.view = msgspec.structs.replace(VIEW, version=2, members=draining)
+        leaving = asyncio.ensure_future(scene.worker.relieved())
+        await asyncio.sleep(0)
+        scene.worker._member._apply(msgspec.structs.replace(VIEW, version=3, members=draining))
+        assert scene.worker._is_needed()
+        gone = tuple(
+            msgspec.structs.replace(m, state="left" if m.role == "router" else "draining")
+            for m in VIEW.members
+        )
+        scene.worker._member._apply(msgspec.structs.replace(VIEW, version=4, members=gone))
+        await leaving
+
+    run(tmp_path, Reads(), main)

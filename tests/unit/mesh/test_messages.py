@@ -435,3 +435,11 @@ def test_a_message_of_another_direction_is_refused(union: str) -> None:
 def test_messages_cannot_be_changed_after_the_fact() -> None:
     with pytest.raises(AttributeError):
         VIEW.version = 10  # type: ignore[misc]
+
+
+def test_silence_about_protocols_means_the_first_whatever_the_reader_speaks() -> None:
+    said = m.Hello(id="x", role="router", incarnation=1, pid=1, host="h", model_digest="")
+    assert b"protocol" not in msgspec.msgpack.encode(said)
+    assert (said.protocol_min, said.protocol_max) == (1, 1)
+    newer = msgspec.structs.replace(said, protocol_max=2)
+    assert b"protocol_max" in msgspec.msgpack.encode(newer)

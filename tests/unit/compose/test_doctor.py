@@ -1,0 +1,132 @@
+"""What the doctor makes of machines, this one included."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from compose.doctor import Finding, findings
+from compose.machine import Gpu, Machine, Torch, look
+from mesh.settings import GatewaySettings, MeshSettings, Settings
+
+H200 = Gpu(name="H200", memory_bytes=141 << 30, capability="9.0")
+CPU = Machine(
+    python="3.11.9",
+    system="Linux 6.1 x86_64",
+    cores=8,
+    memory_bytes=64 << 30,
+    memory_limit_bytes=0,
+    shm_bytes=64 << 20,
+    open_files=65536,
+    open_files_hard=65536,
+    locked_memory=8 << 20,
+    planes=("shm", "tcp", "nccl", "symm"),
+    torch=Torch(version="2.13.0", cpu="AVX2", fp16_packed=True),
+)
+GPU = msgspec.structs.replace(
+    CPU,
+    driver="580.95.05",
+    compiler="/usr/bin/cc",
+    shm_bytes=2 << 30,
+    locked_memory=-1,
+    packages={"triton": "3.6.0", "nvidia-nccl-cu13": "2.28"},
+    torch=Torch(
+        version="2.11.0", cuda="13.0", cpu="AVX512", fp16_packed=True, nccl="2.28.9",
+        gpus=(H200, H200), peers=((False, True), (True, False)),
+    ),
+)  # fmt: skip
+
+
+def diagnosed(machine: Machine, settings: Settings | None = None) -> dict[str, Finding]:
+    return {one.about: one for one in findings(machine, settings or Settings())}
+
+
+def without(machine: Machine, **changes: object) -> Machine:
+    return msgspec.structs.replace(machine, **changes)
+
+
+def torch_with(machine: Machine, **changes: object) -> Machine:
+    assert machine.torch is not None
+    return without(machine, torch=msgspec.structs.replace(machine.torch, **changes))
+
+
+@pytest.mark.parametrize("machine", [CPU, GPU])
+def test_a_good_machine_has_no_fault(machine: Machine) -> None:
+    assert not [one for one in findings(machine, Settings()) if one.verdict == "fault"]
+
+
+def test_a_machine_without_gpus_serves_through_shared_memory_and_tcp() -> None:
+    found = diagnosed(CPU)
+    assert found["lanes in shared memory"].verdict == "ok"
+    assert found["lanes over TCP"].verdict == "ok"
+    assert found["lanes over NCCL"].found == "none: no GPU"
+
+
+def test_planes_that_this_version_lacks_are_not_spoken_of() -> None:
+    assert "lanes over NCCL" not in diagnosed(without(GPU, planes=("shm",)))
+
+
+def test_gpus_are_told_with_what_they_reach() -> None:
+    found = diagnosed(GPU)
+    assert "0: H200, 141 GiB, sm_90; 1: H200" in found["GPUs"].found
+    assert found["peer access"].verdict == "ok"
+    assert found["lanes over NCCL"].found == "NCCL 2.28.9"
+    apart = diagnosed(torch_with(GPU, peers=((False, False), (False, False))))
+    assert "none between 0-1" in apart["peer access"].found
+    assert apart["lanes in symmetric memory"].found == "none: no GPU reads another's memory"
+
+
+@pytest.mark.parametrize(
+    ("machine", "about", "verdict", "words"),
+    [
+        (without(CPU, torch=None), "torch", "note", "moemesh[cpu]"),
+        (without(GPU, torch=None), "torch", "note", "moemesh[gpu-cu13]"),
+        (without(GPU, torch=None, driver="550.1"), "torch", "note", "moemesh[gpu-cu12]"),
+        (without(CPU, torch=None, torch_error="no libgomp"), "torch", "fault", "moemesh[cpu]"),
+        (torch_with(CPU, fp16_packed=False), "fp16 weights", "note", ""),
+        (without(CPU, driver="580.1"), "driver", "note", "moemesh[gpu-cu13]"),
+        (without(GPU, driver="550.54"), "driver", "fault", "newer driver"),
+        (torch_with(GPU, gpus=()), "driver", "fault", "CUDA_VISIBLE_DEVICES"),
+        (
+            without(GPU, packages={"nvidia-nccl-cu12": "2", "nvidia-nccl-cu13": "2"}),
+            "NCCL", "fault", "uninstall both",
+        ),
+        (without(GPU, packages={}), "Triton", "fault", "moemesh[gpu-cu13]"),
+        (without(GPU, compiler=""), "Triton", "fault", "gcc"),
+        (without(CPU, memfd="EPERM"), "lanes in shared memory", "fault", "seccomp"),
+        (without(CPU, libraries_missing=("gate",)), "compiled parts", "fault", "pip install"),
+        (without(CPU, open_files=1024), "open files", "fault", "ulimit -n 1280"),
+        (without(GPU, shm_bytes=64 << 20), "/dev/shm", "note", "shm_size"),
+        (without(GPU, locked_memory=65536), "locked memory", "note", "ulimit -l"),
+    ],
+)  # fmt: skip
+def test_what_lacks_is_said_with_its_remedy(
+    machine: Machine, about: str, verdict: str, words: str
+) -> None:
+    found = diagnosed(machine)[about]
+    assert found.verdict == verdict
+    assert words in found.advice
+
+
+def test_the_configuration_decides_what_is_enough() -> None:
+    many = Settings(mesh=MeshSettings(experts=16), gateway=GatewaySettings(max_connections=10))
+    assert diagnosed(CPU, many)["cores"].verdict == "note"
+    assert diagnosed(without(CPU, open_files=1024), many)["open files"].verdict == "ok"
+
+
+def test_this_machine_runs_what_these_tests_run(capsys, monkeypatch) -> None:
+    from compose.commands.doctor import doctor
+
+    machine = look()
+    assert machine.torch is not None
+    assert machine.torch.version.startswith("2.")
+    assert "shm" in machine.planes
+    assert not machine.memfd
+    assert not machine.libraries_missing
+    monkeypatch.setattr("compose.commands.doctor.look", lambda: machine)
+    code = doctor(json=True)
+    shown = json.loads(capsys.readouterr().out)
+    assert code == int(any(one["verdict"] == "fault" for one in shown))
+    assert {one["about"] for one in shown} >= {"torch", "driver", "lanes in shared memory"}
