@@ -118,6 +118,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
             progress=self.progress,
             load=self.load,
             bundles=hello.bundles,
+            lanes_tcp=hello.lanes_tcp,
+            host_id=hello.host_id,
         )
 
 

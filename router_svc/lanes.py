@@ -7,13 +7,14 @@ and comes ever more rarely.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ep_kernels.plane import PlaneError, RouterPlane
+from ep_kernels.plane import LaneRefused, PlaneError, RouterPlane
 from structlog.typing import FilteringBoundLogger
 
 from mesh.messages import Member, MemberState
+from mesh.settings import DataPlane
 
 _BUSY_TIMEOUT_S = 0.1
 _IDLE_TIMEOUT_S = 2.0
@@ -31,6 +32,25 @@ _SERVING: frozenset[MemberState] = frozenset({"ready", "suspect", "draining"})
 when it is dead."""
 
 
+Reach = Callable[[Member], Sequence[str]]
+
+
+def reach(data_plane: DataPlane, host_id: str) -> Reach:
+    """Where a router on ``host_id`` opens its lane to a worker: addresses to try in turn."""
+
+    def addresses(member: Member) -> Sequence[str]:
+        near = data_plane != "tcp" and member.lanes
+        far = data_plane != "shm" and member.lanes_tcp
+        found = []
+        if near and (data_plane == "shm" or member.host_id == host_id):
+            found.append(member.lanes)
+        if far:
+            found.append(member.lanes_tcp)
+        return found
+
+    return addresses
+
+
 @dataclass(slots=True)
 class _Wanted:
     member: Member
@@ -43,9 +63,14 @@ class Lanes:
     """Keeps the plane's lanes as the newest view wants them."""
 
     def __init__(
-        self, plane: RouterPlane, clock: Callable[[], float], log: FilteringBoundLogger
+        self,
+        plane: RouterPlane,
+        clock: Callable[[], float],
+        log: FilteringBoundLogger,
+        reach: Reach,
     ) -> None:
         self._plane = plane
+        self._reach = reach
         self._clock = clock
         self._log = log
         self._wanted: dict[str, _Wanted] = {}
@@ -86,7 +111,7 @@ class Lanes:
                 continue
             member = wanted.member
             try:
-                self._plane.connect(id_, member.lanes, member.incarnation, timeout_s)
+                self._connect(member, timeout_s)
             except PlaneError as error:
                 self._log.info("lane.refused", peer=id_, reason=str(error))
                 wanted.next_try = self._clock() + wanted.pause_s
@@ -96,6 +121,20 @@ class Lanes:
                 wanted.next_try, wanted.pause_s = 0.0, _FIRST_PAUSE_S
                 opened = True
         return opened
+
+    def _connect(self, member: Member, timeout_s: float) -> None:
+        """Raises ``PlaneError``, of the address tried last."""
+        unreached = PlaneError(f"{member.id} has no lanes that this router can reach")
+        for address in self._reach(member):
+            try:
+                self._plane.connect(member.id, address, member.incarnation, timeout_s)
+            except LaneRefused:
+                raise
+            except PlaneError as error:
+                unreached = error
+            else:
+                return
+        raise unreached
 
     def next_try_s(self) -> float:
         """Seconds until ``tend`` has something to do; infinite when all lanes stand."""

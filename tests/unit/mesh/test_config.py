@@ -176,7 +176,7 @@ def test_one_address_cannot_serve_commands_and_broadcasts() -> None:
     ],
 )
 def test_tcp_leaves_the_machine_with_keys_or_by_explicit_will(security: dict[str, str]) -> None:
-    planner = {"mesh.planner": "tcp://mesh.example:7"}
+    planner = {"mesh.planner": "tcp://mesh.example:7", "mesh.broadcast": "tcp://mesh.example:8"}
     assert load(None, planner | security, {}).settings.mesh.planner == "tcp://mesh.example:7"
     with pytest.raises(ConfigError, match="allow_insecure"):
         load(None, planner | {"security.key_file": "/k"}, {})
