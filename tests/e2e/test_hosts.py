@@ -1,0 +1,66 @@
+"""A mesh over hosts of their own, made of network namespaces, with keys on every control socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.meshes import Mesh
+from tests.support.namespaces import Hosts, WideMesh, skip_without_namespaces
+
+HOSTS = ("front", "router", "far", "farther")
+STREAMS = 4
+TOKENS = 200
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    skip_without_namespaces()
+    with Hosts(HOSTS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny_deepseek: Path) -> list[Any]:
+    """What a mesh on one host answers, in exact mode: the one right answer."""
+    body = {"temperature": 0.8, "ignore_eos": True, "logprobs": 1, "max_tokens": TOKENS}
+    with Mesh(tiny_deepseek, experts=1, model__exact="true") as mesh:
+        answers = [
+            mesh.post("/v1/completions", body | {"prompt": [seed + 8, 40, 90], "seed": seed})
+            for seed in range(STREAMS)
+        ]
+    return [answer["choices"][0] for _, answer in answers]
+
+
+def test_hosts_that_share_nothing_but_a_network_serve_the_right_tokens(
+    hosts: Hosts, tmp_path: Path, tiny_deepseek: Path, wanted: list[Any]
+) -> None:
+    """Then the link of one is cut for longer than its lane lives, and restored."""
+    quick = {"network__lane_silence_ms": 1_000, "planner__dead_after_ms": 60_000}
+    with WideMesh(hosts, tmp_path, tiny_deepseek, ("far", "farther"), **quick) as mesh:
+        assert same(mesh.complete(0, TOKENS), wanted[0])
+        members = {member["id"]: member for member in mesh.status()["members"]}
+        for id_ in ("expert-0", "expert-1"):
+            assert members[id_]["host"] in {"far", "farther"}
+            # Where a router opens its lane, and nothing of what lets it in.
+            assert members[id_]["lanes_tcp"].startswith(
+                f"tcp://{hosts.address[members[id_]['host']]}"
+            )
+            assert "#" not in members[id_]["lanes_tcp"]
+        with ThreadPoolExecutor(STREAMS) as pool:
+            running = [pool.submit(mesh.complete, seed, TOKENS) for seed in range(STREAMS)]
+            mesh.wait_for(lambda: mesh.figure("num_requests_running") == STREAMS, "all to run")
+            hosts.cut("farther")
+            mesh.wait_for(lambda: "gone silent" in mesh.log("router-0"), "the lane to be lost")
+            hosts.restore("farther")
+            got = [future.result() for future in running]
+        for one, want in zip(got, wanted, strict=True):
+            assert same(one, want)
+
+
+def same(one: Any, want: Any) -> bool:
+    return (one["text"], one["logprobs"]) == (want["text"], want["logprobs"])
