@@ -62,5 +62,57 @@ def test_hosts_that_share_nothing_but_a_network_serve_the_right_tokens(
             assert same(one, want)
 
 
+@pytest.mark.soak
+def test_a_host_that_never_comes_back_costs_its_capacity_only(
+    hosts: Hosts, tmp_path: Path, tiny_deepseek: Path, wanted: list[Any]
+) -> None:
+    quick = {
+        "network__lane_silence_ms": 1_000,
+        "planner__suspect_after_ms": 1_000,
+        "planner__dead_after_ms": 3_000,
+    }
+    with WideMesh(hosts, tmp_path, tiny_deepseek, ("far", "farther"), **quick) as mesh:
+        with ThreadPoolExecutor(STREAMS) as pool:
+            running = [pool.submit(mesh.complete, seed, TOKENS) for seed in range(STREAMS)]
+            mesh.wait_for(lambda: mesh.figure("num_requests_running") == STREAMS, "all to run")
+            hosts.cut("farther")
+            got = [future.result() for future in running]
+        for one, want in zip(got, wanted, strict=True):
+            assert same(one, want)
+        mesh.wait_for(lambda: state_of(mesh, "expert-1") == "dead", "it to be given up")
+        assert state_of(mesh, "expert-0") == "ready"
+        assert same(mesh.complete(1, TOKENS), wanted[1])
+        hosts.restore("farther")
+        # Its experts were given to others, so the process that held them must not come back.
+        mesh.wait_for(lambda: mesh.processes["expert-1"].poll() is not None, "it to be refused")
+        assert "refused by the planner: fenced" in mesh.log("expert-1")
+        mesh.start("expert-1")
+        mesh.wait_for(lambda: state_of(mesh, "expert-1") == "ready", "its heir to serve")
+        assert same(mesh.complete(2, TOKENS), wanted[2])
+
+
+@pytest.mark.soak
+def test_twenty_milliseconds_and_one_percent_of_loss_cost_time_only(
+    hosts: Hosts, tmp_path: Path, tiny_deepseek: Path, wanted: list[Any]
+) -> None:
+    few = 40
+    with WideMesh(hosts, tmp_path, tiny_deepseek, ("far", "farther")) as mesh:
+        hosts.network.delay_s, hosts.network.loss = 0.02, 0.01
+        try:
+            with ThreadPoolExecutor(STREAMS) as pool:
+                got = list(pool.map(lambda seed: mesh.complete(seed, few), range(STREAMS)))
+        finally:
+            hosts.network.delay_s, hosts.network.loss = 0.0, 0.0
+        for one, want in zip(got, wanted, strict=True):
+            for kind in ("tokens", "token_logprobs", "top_logprobs"):
+                assert one["logprobs"][kind] == want["logprobs"][kind][:few]
+        assert hosts.network.lost > 0
+        assert "refused" not in mesh.log("expert-0") + mesh.log("expert-1")
+
+
+def state_of(mesh: WideMesh, id_: str) -> str:
+    return next(m["state"] for m in mesh.status()["members"] if m["id"] == id_)
+
+
 def same(one: Any, want: Any) -> bool:
     return (one["text"], one["logprobs"]) == (want["text"], want["logprobs"])
