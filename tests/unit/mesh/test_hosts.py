@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from mesh import hosts, rundir
 from mesh.addresses import ports_of
 from mesh.hosts import HostError
+from mesh.links import LinkError, Net, ServerLink
+from mesh.messages import FromPlanner, ToPlanner
 from mesh.settings import MeshSettings, NetworkSettings, Settings
 
 
@@ -77,3 +80,22 @@ def test_ports_are_a_range(text: str, ports: list[int]) -> None:
 def test_what_is_no_range_of_ports_is_refused(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - the setting that holds it is named by its reader
         ports_of(text)
+
+
+def test_links_share_a_range_of_ports_until_it_is_used_up() -> None:
+    async def main() -> None:
+        net = Net()
+        first = ServerLink[ToPlanner, FromPlanner](net, "tcp://127.0.0.1:0", receives=ToPlanner)
+        port = int(first.address.rpartition(":")[2])
+        address = f"tcp://127.0.0.1:{port}-{port}"
+        with pytest.raises(LinkError, match="none of these ports is free"):
+            ServerLink[ToPlanner, FromPlanner](net, address, receives=ToPlanner)
+        first.close()
+        net.close()
+        net = Net()
+        again = ServerLink[ToPlanner, FromPlanner](net, address, receives=ToPlanner)
+        assert again.address == f"tcp://127.0.0.1:{port}"
+        again.close()
+        net.close()
+
+    asyncio.run(main())
