@@ -111,19 +111,19 @@ class Lanes:
                 continue
             member = wanted.member
             try:
-                self._connect(member, timeout_s)
+                over = self._connect(member, timeout_s)
             except PlaneError as error:
                 self._log.info("lane.refused", peer=id_, reason=str(error))
                 wanted.next_try = self._clock() + wanted.pause_s
                 wanted.pause_s = min(_LONGEST_PAUSE_S, 2 * wanted.pause_s)
             else:
-                self._log.info("lane.opened", peer=id_, incarnation=member.incarnation)
+                self._log.info("lane.opened", peer=id_, incarnation=member.incarnation, over=over)
                 wanted.next_try, wanted.pause_s = 0.0, _FIRST_PAUSE_S
                 opened = True
         return opened
 
-    def _connect(self, member: Member, timeout_s: float) -> None:
-        """Raises ``PlaneError``, of the address tried last."""
+    def _connect(self, member: Member, timeout_s: float) -> str:
+        """Returns what carries the lane. Raises ``PlaneError``, of the address tried last."""
         unreached = PlaneError(f"{member.id} has no lanes that this router can reach")
         for address in self._reach(member):
             try:
@@ -133,7 +133,7 @@ class Lanes:
             except PlaneError as error:
                 unreached = error
             else:
-                return
+                return "tcp" if address == member.lanes_tcp else "shm"
         raise unreached
 
     def next_try_s(self) -> float:

@@ -195,7 +195,7 @@ def _tun(name: str) -> int:
 
 
 class WideMesh:
-    """A gateway and a planner on ``front``, a router on ``router``, an expert worker on each of
+    """A gateway and a planner on ``front``, a router on ``near``, an expert worker on each of
     ``workers``; over TCP with keys. Keyword settings as for ``Mesh``.
     """
 
@@ -209,7 +209,7 @@ class WideMesh:
     ) -> None:
         self.hosts = hosts
         self._home = home
-        self._where = {"planner": "front", "router-0": "router", "gateway-0": "front"}
+        self._where = {"planner": "front", "router-0": "near", "gateway-0": "front"}
         self._where |= {f"expert-{i}": name for i, name in enumerate(workers)}
         front = hosts.address["front"]
         self._settings = {
@@ -327,6 +327,10 @@ class WideMesh:
         done = subprocess.run(command, check=False, capture_output=True, timeout=60, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return dict(json.loads(done.stdout))
+
+    def memory(self, id_: str) -> str:
+        """What the process has mapped."""
+        return Path(f"/proc/{self.processes[id_].pid}/maps").read_text()
 
     def log(self, id_: str) -> str:
         return (self._home / f"{id_}.log").read_text(errors="replace")
