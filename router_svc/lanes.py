@@ -1,8 +1,8 @@
 """Which expert workers this router has lanes to, and when to try those it lacks again.
 
-Belongs to the compute thread, like the plane. Opening a lane is a handshake over a local socket: a
-dead worker refuses at once, only a hung one costs the time-out, which is short while tokens wait
-and comes ever more rarely.
+Belongs to the compute thread, like the plane. Opening a lane is a handshake. Over a local socket a
+dead worker refuses at once, and only a hung one costs the time-out, which is short while tokens
+wait and comes ever more rarely. Over TCP it goes on in the background.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ep_kernels.plane import LaneRefused, PlaneError, RouterPlane
+from ep_kernels.plane import LanePending, LaneRefused, PlaneError, RouterPlane
 from structlog.typing import FilteringBoundLogger
 
 from mesh.messages import Member, MemberState
@@ -18,6 +18,8 @@ from mesh.settings import DataPlane
 
 _BUSY_TIMEOUT_S = 0.1
 _IDLE_TIMEOUT_S = 2.0
+_PENDING_TIMEOUT_S = 0.005
+_PENDING_PAUSE_S = 0.02
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 _FIRST_FENCE_S = 60.0
@@ -112,6 +114,8 @@ class Lanes:
             member = wanted.member
             try:
                 over = self._connect(member, timeout_s)
+            except LanePending:
+                wanted.next_try = self._clock() + _PENDING_PAUSE_S
             except PlaneError as error:
                 self._log.info("lane.refused", peer=id_, reason=str(error))
                 wanted.next_try = self._clock() + wanted.pause_s
@@ -126,14 +130,17 @@ class Lanes:
         """Returns what carries the lane. Raises ``PlaneError``, of the address tried last."""
         unreached = PlaneError(f"{member.id} has no lanes that this router can reach")
         for address in self._reach(member):
+            over = "tcp" if address == member.lanes_tcp else "shm"
+            # What goes on by itself needs no waiting for.
+            limit_s = min(timeout_s, _PENDING_TIMEOUT_S) if over == "tcp" else timeout_s
             try:
-                self._plane.connect(member.id, address, member.incarnation, timeout_s)
+                self._plane.connect(member.id, address, member.incarnation, limit_s)
             except LaneRefused:
                 raise
             except PlaneError as error:
                 unreached = error
             else:
-                return "tcp" if address == member.lanes_tcp else "shm"
+                return over
         raise unreached
 
     def next_try_s(self) -> float:

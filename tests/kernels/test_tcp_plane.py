@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 import threading
 import time
@@ -10,7 +12,15 @@ from struct import Struct
 
 import pytest
 import torch
-from ep_kernels.plane import AnswerStatus, LaneLost, LaneRefused, LaneShape, PlaneError
+from ep_kernels.plane import (
+    Answer,
+    AnswerStatus,
+    LaneLost,
+    LanePending,
+    LaneRefused,
+    LaneShape,
+    PlaneError,
+)
 from ep_kernels.shm.handshake import Offer, Reply, decode, encode
 from ep_kernels.tcp import TcpExpertPlane, TcpRouterPlane, handshake
 from lane_peer import CAPACITY, DIGEST, HIDDEN, KEY, RING, TOP_K, expected, part_of, serve
@@ -144,7 +154,7 @@ def test_an_impostor_is_no_expert_worker(tmp_path):
             ),
             (handshake.challenge(bytes(16)) + b"\xff" * 52, "not a lane message"),
         ):
-            with pytest.raises(PlaneError, match="has not answered"):
+            with pytest.raises(LanePending, match="has not answered"):
                 router.connect("e0", address, 5, 0.0)
             link, _ = listener.accept()
             link.sendall(said)
@@ -255,7 +265,7 @@ def test_a_nonsensical_answer_costs_its_lane(header, reason):
 def connected(router: TcpRouterPlane, listener: socket.socket) -> socket.socket:
     """The other end of a lane of ``router``, held by the test."""
     address = f"tcp://127.0.0.1:{listener.getsockname()[1]}#{KEY.hex()}"
-    with pytest.raises(PlaneError, match="has not answered"):
+    with pytest.raises(LanePending, match="has not answered"):
         router.connect("e0", address, 5, 0.0)
     link, _ = listener.accept()
     challenged = handshake.new_nonce()
@@ -394,9 +404,44 @@ def test_an_expert_worker_takes_the_first_free_port_of_its_range():
 def test_closing_does_not_wait_for_a_dial():
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         router = TcpRouterPlane("r0", 1, SHAPE, DIGEST)
-        with pytest.raises(PlaneError, match="has not answered"):
+        with pytest.raises(LanePending, match="has not answered"):
             router.connect("e0", f"tcp://127.0.0.1:{deaf.getsockname()[1]}#{KEY.hex()}", 5, 0.01)
         [thread] = [t for t in threading.enumerate() if t.name == "dial-e0"]
         router.close()
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
+
+
+def test_random_bytes_never_harm_another_lane(pair, by_hand):
+    rng = random.Random(11)
+    served = RING + 3
+    for _ in range(60):
+        peer = by_hand()
+        valid = FRAME.pack(REQUEST, 0, SIZE, *HEADER) + bytes(SIZE)
+        if rng.random() < 0.5:
+            assert peer.present(encode(an_offer())) == ""
+            said = bytearray(valid * 2)
+            for _ in range(rng.randrange(1, 6)):
+                said[rng.randrange(len(said))] = rng.randrange(256)
+        else:
+            said = rng.randbytes(rng.randrange(1, 300))
+        with contextlib.suppress(ConnectionError):
+            peer.link.sendall(said)
+        peer.link.close()
+    for _ in range(served):
+        ticket = pair.router.try_send("e0", part_of(2))
+        assert ticket is not None
+        answers: list[Answer] = []
+        deadline = time.monotonic() + DEADLINE_S
+        while not answers:
+            assert time.monotonic() < deadline
+            pair.expert.wait(0.01)
+            for arrival in pair.expert.poll():
+                if arrival.pair_token.size and int(arrival.pair_token.max()) >= len(arrival.x):
+                    pytest.fail("nonsense was let through")
+                pair.expert.answer(arrival, serve(arrival), 0, 0)
+            answers = pair.router.poll()
+        assert answers[0].ticket == ticket
+        pair.router.release(answers[0])
+    assert pair.router.lost() == []
+    assert pair.router.peers() == {"e0": 5}

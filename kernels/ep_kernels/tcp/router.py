@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 
-from ep_kernels.plane import LaneShape, PlaneError
+from ep_kernels.plane import LanePending, LaneShape, PlaneError
 from ep_kernels.shm.doorbell import SPIN_NS
 from ep_kernels.shm.lane import LaneMemory
 from ep_kernels.shm.router import RouterLane, ShmRouterPlane
@@ -16,7 +16,7 @@ from ep_kernels.tcp.handshake import SCHEME, LaneAddress, read_address
 class TcpRouterPlane(ShmRouterPlane):
     """A ``ShmRouterPlane`` that also opens lanes to addresses ``tcp://HOST:PORT#KEY``.
 
-    ``connect`` to such an address goes on in the background when its time-out has passed; the next
+    ``connect`` to such an address raises ``LanePending`` when its time-out has passed; the next
     call with the same address and incarnation takes the lane that has come about. A peer that says
     nothing for ``silence_s`` seconds is lost.
     """
@@ -43,7 +43,7 @@ class TcpRouterPlane(ShmRouterPlane):
         self._disconnect_lane(peer)
         dial = self._dial(peer, read_address(address), incarnation)
         if not dial.wait(timeout_s):
-            raise PlaneError(f"{peer} at {dial.address} has not answered in {timeout_s:g} s so far")
+            raise LanePending(f"{peer} at {dial.address} has not answered so far")
         self._dials.pop(peer, None)
         connection = dial.result()
         mapping = mmap.mmap(-1, self._layout.total_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import structlog
-from ep_kernels.plane import LaneRefused, PlaneError
+from ep_kernels.plane import LanePending, LaneRefused, PlaneError
 
 from mesh.messages import Member
 from mesh.settings import DataPlane
@@ -71,3 +71,19 @@ def test_what_cannot_be_reached_is_tried_at_the_next_address(
     lanes.want([WORKER])
     assert lanes.tend(busy=False) is opened
     assert plane.tried == tried
+
+
+def test_a_lane_that_opens_in_the_background_is_taken_once_it_stands() -> None:
+    now = 0.0
+    plane = Plane({TCP: LanePending("not yet")})
+    lanes = Lanes(plane, lambda: now, structlog.get_logger(), reach("auto", "elsewhere"))
+    lanes.want([WORKER])
+    assert not lanes.tend(busy=True)
+    assert 0.0 < lanes.next_try_s() < 0.05  # however often it was asked
+    now = 0.03
+    assert not lanes.tend(busy=True)
+    assert 0.0 < lanes.next_try_s() < 0.05
+    plane.outcomes[TCP] = None
+    now = 0.06
+    assert lanes.tend(busy=True)
+    assert lanes.serving() == {"e0"}
