@@ -1,17 +1,20 @@
-"""Round trip of the shm lanes between real processes.
+"""Round trip and bandwidth of the lanes between real processes, in shared memory and over TCP.
 
-    python bench/lanes.py [--experts 2] [--tokens 1] [--hidden 192] [--spin-us 0,30] [--busy]
-                          [--work-us 0] [--rounds 2000]
+    python bench/lanes.py [--plane shm,tcp] [--experts 2] [--tokens 1,256] [--hidden 192]
+                          [--spin-us 30] [--busy] [--work-us 0] [--rounds 2000]
 
 One router sends a part to every expert worker and waits for all answers: that is one round, as in
 a decode step's layer. ``--work-us`` makes each expert worker compute that long before it answers.
 ``--busy`` puts one busy process on each core. Prints one JSON object a line: microseconds from
-the first send to the last answer (p50, p99), and what a send and a poll cost the router.
+the first send to the last answer (p50, p99), what a send and a poll cost the router, and the bytes
+of activations that went out and came back a second; then how the planes compare. TCP goes over the
+loopback interface, which is the network at its best: a real one adds its own delay.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -24,17 +27,28 @@ from pathlib import Path
 import numpy as np
 import torch
 from ep_kernels.plane import AnswerStatus, LaneShape, Part
-from ep_kernels.shm import ShmExpertPlane, ShmRouterPlane
+from ep_kernels.shm import ShmExpertPlane
+from ep_kernels.tcp import TcpExpertPlane, TcpRouterPlane
 
 TOP_K = 4
+KEY = bytes(range(32))
 TIMEOUT_S = 20.0
 
 
-def expert(path: str, name: str, hidden: int, spin_us: int, work_us: int, up: Connection) -> None:
+def open_plane(kind: str, path: str, hidden: int, spin_us: int) -> tuple[ShmExpertPlane, str]:
+    """An expert worker's plane and the address of its lanes."""
+    name, spin_ns = Path(path).name, spin_us * 1000
+    if kind == "shm":
+        return ShmExpertPlane(name, 1, path, hidden, "bench", spin_ns=spin_ns), path
+    plane = TcpExpertPlane(name, 1, "", hidden, "bench", host="127.0.0.1", key=KEY, spin_ns=spin_ns)
+    return plane, f"tcp://127.0.0.1:{plane.port}#{KEY.hex()}"
+
+
+def expert(kind: str, path: str, hidden: int, spin_us: int, work_us: int, up: Connection) -> None:
     """Echo every part after ``work_us`` of computing, until the parent closes the pipe."""
     torch.set_num_threads(1)
-    plane = ShmExpertPlane(name, 1, path, hidden, "bench", spin_ns=spin_us * 1000)
-    up.send("ready")
+    plane, address = open_plane(kind, path, hidden, spin_us)
+    up.send(address)
     while not up.poll():
         plane.wait(0.2)
         for arrival in plane.poll():
@@ -54,7 +68,7 @@ def burn(up: Connection) -> None:
 
 
 def measure(
-    plane: ShmRouterPlane, names: list[str], part: Part, rounds: int
+    plane: TcpRouterPlane, names: list[str], part: Part, rounds: int
 ) -> dict[str, float | int]:
     trips, sends, polls = [], [], []
     for _ in range(rounds):
@@ -83,10 +97,13 @@ def measure(
         "trip_p99_us": round(trips[rounds * 99 // 100] / 1000, 1),
         "send_us": round(statistics.median(sends) / 1000, 1),
         "poll_us": round(statistics.median(polls) / 1000, 1),
+        "mb_per_s": round(2 * len(names) * part.x.nbytes / (trips[rounds // 2] / 1000), 1),
     }
 
 
-def run(args: argparse.Namespace, spin_us: int, run_dir: str) -> dict[str, float | int]:
+def run(
+    args: argparse.Namespace, kind: str, tokens: int, spin_us: int, run_dir: str
+) -> dict[str, float | int]:
     names = [f"e{i}" for i in range(args.experts)]
     context = multiprocessing.get_context("spawn")
     children: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
@@ -99,30 +116,31 @@ def run(args: argparse.Namespace, spin_us: int, run_dir: str) -> dict[str, float
         children.append((child, mine))
 
     for name in names:
-        start(expert, str(Path(run_dir, name)), name, args.hidden, spin_us, args.work_us)
+        start(expert, kind, str(Path(run_dir, name)), args.hidden, spin_us, args.work_us)
     for _ in range(os.cpu_count() or 1 if args.busy else 0):
         start(burn)
-    plane = ShmRouterPlane(
+    plane = TcpRouterPlane(
         "r0",
         1,
-        LaneShape(args.hidden, TOP_K, max(16, args.tokens), 4),
+        LaneShape(args.hidden, TOP_K, max(16, tokens), 4),
         "bench",
         spin_ns=spin_us * 1000,
     )
     try:
+        said = []
         for _, pipe in children:
             if not pipe.poll(60):
                 raise TimeoutError("a child did not start within 60 s")
-            pipe.recv()
-        for name in names:
-            plane.connect(name, str(Path(run_dir, name)), 1, 5.0)
-        pair_token = np.repeat(np.arange(args.tokens, dtype=np.int32), 2)
+            said.append(pipe.recv())
+        for name, address in zip(names, said, strict=False):
+            plane.connect(name, address, 1, 5.0)
+        pair_token = np.repeat(np.arange(tokens, dtype=np.int32), 2)
         part = Part(
             0,
             0,
             0,
-            torch.randn(args.tokens, args.hidden),
-            torch.arange(args.tokens),
+            torch.randn(tokens, args.hidden),
+            torch.arange(tokens),
             pair_token,
             pair_token,
             pair_token,
@@ -142,21 +160,33 @@ def run(args: argparse.Namespace, spin_us: int, run_dir: str) -> dict[str, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--experts", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=1)
+    parser.add_argument("--plane", default="shm,tcp", help="comma-separated variants")
+    parser.add_argument("--tokens", default="1,256", help="comma-separated variants")
     parser.add_argument("--hidden", type=int, default=192)
-    parser.add_argument("--spin-us", default="0,30", help="comma-separated variants")
+    parser.add_argument("--spin-us", default="30", help="comma-separated variants")
     parser.add_argument("--work-us", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--busy", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    for spin_us in map(int, args.spin_us.split(",")):
-        with tempfile.TemporaryDirectory() as run_dir, torch.inference_mode():
-            result = run(args, spin_us, run_dir)
-        shown = {
-            key: value for key, value in vars(args).items() if key not in ("spin_us", "rounds")
-        }
-        print(json.dumps({**shown, "spin_us": spin_us, **result}), flush=True)
+    varied = ("plane", "tokens", "spin_us", "rounds")
+    fixed = {key: value for key, value in vars(args).items() if key not in varied}
+    for tokens, spin_us in itertools.product(
+        map(int, args.tokens.split(",")), map(int, args.spin_us.split(","))
+    ):
+        results = {}
+        for kind in args.plane.split(","):
+            with tempfile.TemporaryDirectory() as run_dir, torch.inference_mode():
+                results[kind] = run(args, kind, tokens, spin_us, run_dir)
+            shown = {"plane": kind, "tokens": tokens, **fixed, "spin_us": spin_us}
+            print(json.dumps(shown | results[kind]), flush=True)
+        if {"shm", "tcp"} <= results.keys():
+            shm, tcp = results["shm"], results["tcp"]
+            ratios = {
+                f"tcp_to_shm_{key}": round(tcp[key] / shm[key], 2)
+                for key in ("trip_p50_us", "trip_p99_us", "mb_per_s")
+            }
+            print(json.dumps({"tokens": tokens, "spin_us": spin_us} | ratios), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,11 @@ from mesh.settings import Settings
 
 def check_keys(settings: Settings, specs: Sequence[ProcessSpec]) -> None:
     """Raises ``UsageError`` for the first process, or this command, whose key will not do."""
-    addresses = (planner_address(settings), broadcast_address(settings))
+    addresses = (
+        planner_address(settings),
+        broadcast_address(settings),
+        TCP if settings.network.listen else "",
+    )
     if not any(address.startswith(TCP) for address in addresses):
         return
     try:

@@ -12,12 +12,15 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 
 import torch
 from ep_kernels.plane import PlaneError
 from ep_kernels.shm.expert import ShmExpertPlane
+from ep_kernels.tcp.expert import TcpExpertPlane
+from ep_kernels.tcp.handshake import new_key
 
 from expert_svc.bundles import BundleClient, BundleServer
 from expert_svc.heap import trim_heap
@@ -25,6 +28,8 @@ from expert_svc.loading import Fetch, Held, SupersededError
 from expert_svc.metrics import ExpertCollector
 from expert_svc.slots import Applied, Fault, SlotError, SlotTable
 from expert_svc.worker import Worker
+from mesh.addresses import join, ports_of
+from mesh.hosts import advertised, host_id, listen_host
 from mesh.member import Command, Member, RefusedByPlanner
 from mesh.membership import FINAL
 from mesh.messages import AssignSlots, Hello, Load, MemberState, SlotsReady, View
@@ -45,6 +50,15 @@ _OTHERS_SAY_S = 0.5
 """Whoever was told to leave at the same moment has said so by then."""
 
 
+@dataclass(frozen=True, slots=True)
+class LanePlaces:
+    """Where routers open lanes, as ``Hello`` says it."""
+
+    path: str
+    tcp: str = field(default="", repr=False)
+    """With the key."""
+
+
 class ExpertWorker:
     """The actors of one expert worker and what they share."""
 
@@ -54,16 +68,15 @@ class ExpertWorker:
         table: SlotTable,
         worker: Worker,
         *,
-        lanes: str,
-        bundles: str,
+        lanes: LanePlaces,
         digest: str,
     ) -> None:
-        """``bundles``: where peers fetch experts."""
         self._ctx = ctx
         self._table = table
         self._worker = worker
         self._lanes = lanes
-        self._bundles = bundles
+        self.bundles = ""
+        """Where peers fetch experts; to be set before ``belong``."""
         self._digest = digest
         self._loop = asyncio.get_running_loop()
         self._command: AssignSlots | None = None
@@ -320,8 +333,10 @@ class ExpertWorker:
             pid_namespace=ctx.pid_namespace,
             host=ctx.host,
             model_digest=self._digest,
-            lanes=self._lanes,
-            bundles=self._bundles,
+            lanes=self._lanes.path,
+            lanes_tcp=self._lanes.tcp,
+            host_id=host_id(ctx.settings),
+            bundles=self.bundles,
             speed=ctx.settings.expert.speed,
             metrics=ctx.metrics_url,
             num_slots=ctx.settings.expert.slots_per_layer,
@@ -348,21 +363,20 @@ async def main(ctx: Context) -> None:
             spec = load_spec(path)
             digest = serving_digest(path, settings.model.weights, settings.model.exact)
             table = _open_table(ctx, path, spec, BundleClient(ctx.net).fetch, stack)
-            lanes, bundles = lanes_path(settings, ctx.id), bundles_address(settings, ctx.id)
-            plane = ShmExpertPlane(
-                ctx.id,
-                ctx.incarnation,
-                lanes,
-                hidden=spec.hidden_size,
-                digest=digest,
-                max_lanes=settings.expert.max_lanes,
-            )
+            plane, lanes = _open_lanes(ctx, spec.hidden_size, digest)
         except (CheckpointError, PlaneError) as error:
             raise CannotServe(str(error)) from error
         stack.callback(plane.close)
         worker = Worker(plane, table)
-        expert = ExpertWorker(ctx, table, worker, lanes=lanes, bundles=bundles, digest=digest)
-        server = BundleServer(ctx.net, bundles, table, on_corrupt=expert.heal, log=ctx.log)
+        expert = ExpertWorker(ctx, table, worker, lanes=lanes, digest=digest)
+        server = BundleServer(
+            ctx.net,
+            bundles_address(settings, ctx.id),
+            table,
+            on_corrupt=expert.heal,
+            log=ctx.log,
+        )
+        expert.bundles = advertised(settings, server.link.address)
         export_link(ctx.registry, "bundles", server.link)
         ctx.registry.register(ExpertCollector(worker, table, server))
         async with Supervisor(ctx.log, quiet=(RefusedByPlanner,)) as actors:
@@ -372,6 +386,39 @@ async def main(ctx: Context) -> None:
             actors.start("expert.member", expert.belong)
             await ctx.stopping.wait()
             await ctx.until_drained(expert.relieved())
+
+
+def _open_lanes(ctx: Context, hidden: int, digest: str) -> tuple[ShmExpertPlane, LanePlaces]:
+    """Listen where the settings say. Raises ``CannotServe``, ``PlaneError``, ``HostError``."""
+    settings, network = ctx.settings, ctx.settings.network
+    path = "" if network.data_plane == "tcp" else lanes_path(settings, ctx.id)
+    host = "" if network.data_plane == "shm" else listen_host(settings)
+    if not host:
+        if not path:
+            raise CannotServe("network.data_plane = 'tcp' needs network.listen: where to listen")
+        plane = ShmExpertPlane(
+            ctx.id,
+            ctx.incarnation,
+            path,
+            hidden=hidden,
+            digest=digest,
+            max_lanes=settings.expert.max_lanes,
+        )
+        return plane, LanePlaces(path)
+    key = new_key()
+    tcp = TcpExpertPlane(
+        ctx.id,
+        ctx.incarnation,
+        path,
+        hidden=hidden,
+        digest=digest,
+        max_lanes=settings.expert.max_lanes,
+        host=host,
+        ports=ports_of(network.ports),
+        key=key,
+        silence_s=network.lane_silence_ms / 1000,
+    )
+    return tcp, LanePlaces(path, f"{advertised(settings, join(host, tcp.port))}#{key.hex()}")
 
 
 def _open_table(

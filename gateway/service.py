@@ -23,7 +23,9 @@ from gateway.pool import Pool
 from gateway.routers import Routers
 from gateway.server import Server
 from gateway.text import Tokenizer, TokenizerError
+from mesh.addresses import WILDCARDS
 from mesh.admin import PlannerDesk
+from mesh.hosts import host_id
 from mesh.listener import authority, bound_socket
 from mesh.member import Member
 from mesh.messages import Hello, Load, View
@@ -123,7 +125,8 @@ async def serve(ctx: Context, *, finish_s: float = _FINISH_S) -> None:
     listener = listen(settings, ctx.listen_fd)
     model, digest = served_model(ctx.settings.model)
     port = listener.getsockname()[1]
-    url = f"{'https' if tls else 'http'}://{authority(settings.host, port)}"
+    known_as = ctx.settings.network.advertise if settings.host in WILDCARDS else ""
+    url = f"{'https' if tls else 'http'}://{authority(known_as or settings.host, port)}"
     meters = Meters(ctx.registry)
     admission = Admission(settings.max_queue, doorman.tenants, time.monotonic())
 
@@ -169,6 +172,7 @@ async def serve(ctx: Context, *, finish_s: float = _FINISH_S) -> None:
                 host=ctx.host,
                 model_digest=digest,
                 control=url,
+                host_id=host_id(ctx.settings),
                 metrics=f"{url}/metrics" if ctx.settings.metrics.enabled else "",
             ),
             load=lambda: Load(

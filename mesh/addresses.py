@@ -1,4 +1,4 @@
-"""ZeroMQ addresses: which are well formed, and which are reached from other machines. Pure."""
+"""Addresses: which are well formed, and which are reached from other machines. Pure."""
 
 from __future__ import annotations
 
@@ -30,6 +30,25 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+WILDCARDS = frozenset({"*", "0.0.0.0", "::"})  # noqa: S104 - where they can be used is checked
+"""Every address of a machine: to listen on, not to connect to."""
+
+
+def join(host: str, port: int | str) -> str:
+    """``tcp://HOST:PORT``; ``port`` may be a range, ``LOW-HIGH``."""
+    return f"{TCP}[{host}]:{port}" if ":" in host else f"{TCP}{host}:{port}"
+
+
+def ports_of(text: str) -> range:
+    """``LOW-HIGH`` or one port; nothing is any free port, 0. Raises ``ValueError``."""
+    low, dash, high = text.partition("-")
+    first = int(low or 0)
+    last = int(high) if dash else first
+    if not (low or not dash) or not 0 <= first <= last <= 65535 or (dash and not first):
+        raise ValueError(text)
+    return range(first, last + 1)
+
+
 def leaves_host(address: str) -> bool:
     """Whether what is sent to ``address`` may pass a network: ``tcp://`` beyond loopback."""
     host, _, _ = address.removeprefix(TCP).rpartition(":")
@@ -57,7 +76,7 @@ def address_fault(address: str) -> str:
             return "expected tcp://HOST:PORT"
         if not host or not port or parts.path:
             return "expected tcp://HOST:PORT"
-        if host in {"*", "0.0.0.0", "::"}:  # noqa: S104 - refused here
+        if host in WILDCARDS:
             return "expected a host that members connect to, not a wildcard"
         return ""
     return "expected ipc:///PATH or tcp://HOST:PORT"

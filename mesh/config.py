@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from mesh.addresses import NEEDS_KEYS, address_fault, leaves_host
+from mesh.addresses import NEEDS_KEYS, WILDCARDS, address_fault, is_loopback, leaves_host, ports_of
 from mesh.settings import Settings
 
 ENV_PREFIX = "MOEMESH_"
@@ -231,12 +231,22 @@ _PORT = _Rule(lambda v: 0 <= v <= 65535, "expected a port, 0 to 65535 (0: any fr
 _HOST = _Rule(bool, "expected a host name or address")
 _NAME = _Rule(lambda v: not name_fault(v), NAME_EXPECTED)
 
+
+def _are_ports(text: str) -> bool:
+    try:
+        return text == "" or ports_of(text)[0] > 0
+    except ValueError:
+        return False
+
+
 _RULES: Mapping[str, _Rule] = {
     "mesh.name": _NAME,
     "mesh.gateways": _Rule(lambda v: 0 < v <= MAX_GATEWAYS, f"expected 1 to {MAX_GATEWAYS}"),
     "mesh.routers": _POSITIVE,
     "mesh.experts": _POSITIVE,
     "mesh.drain_timeout_s": _NOT_NEGATIVE,
+    "network.ports": _Rule(_are_ports, "expected ports as LOW-HIGH, or one"),
+    "network.lane_silence_ms": _Rule(lambda v: v >= 200, "expected 200 or more"),
     "gateway.host": _HOST,
     "gateway.port": _PORT,
     "gateway.max_queue": _POSITIVE,
@@ -291,6 +301,20 @@ def _check_values(values: Mapping[str, Any], origin: Mapping[str, str]) -> None:
             refuse(key, expected)
         if leaves_host(values[key]) and not keys and not values["security.allow_insecure"]:
             refuse(key, f"expected a loopback host, or {NEEDS_KEYS}")
+    if leaves_host(values["mesh.planner"]) and not leaves_host(values["mesh.broadcast"]):
+        refuse(
+            "mesh.broadcast",
+            f"expected an address that members on other hosts reach, as mesh.planner = "
+            f"{values['mesh.planner']!r} is one",
+        )
+    listen = values["network.listen"]
+    if listen and not is_loopback(listen) and not keys and not values["security.allow_insecure"]:
+        refuse("network.listen", f"expected a loopback host, or {NEEDS_KEYS}")
+    if listen in WILDCARDS and not values["network.advertise"]:
+        refuse("network.listen", "expected network.advertise as well: members cannot connect to it")
+    for key in ("network.advertise", "network.ports"):
+        if values[key] and not listen:
+            refuse(key, "expected network.listen as well")
     if values["mesh.planner"] and values["mesh.planner"] == values["mesh.broadcast"]:
         refuse("mesh.broadcast", "expected another address than mesh.planner")
     for key in (

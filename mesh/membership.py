@@ -119,6 +119,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
             load=self.load,
             bundles=hello.bundles,
             pid_namespace=hello.pid_namespace,
+            lanes_tcp=hello.lanes_tcp,
+            host_id=hello.host_id,
         )
 
 

@@ -61,6 +61,11 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Expert: the ZeroMQ address at which other expert workers fetch experts from its memory."""
     pid_namespace: int = 0
     """Among which processes of ``host`` its ``pid`` is counted; 0: not known."""
+    lanes_tcp: str = ""
+    """Expert: where routers of other hosts open their lanes and what they must prove to know
+    there, ``tcp://HOST:PORT#KEY``. A ``Status`` shows no key."""
+    host_id: str = ""
+    """Members of one value are on one host and can share memory."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -131,6 +136,9 @@ class Hello(_Message, frozen=True, kw_only=True):
     """Expert: the most slots per MoE layer that it can hold (0: as many as it is given)."""
     bundles: str = ""
     """Expert: see ``Member.bundles``."""
+    lanes_tcp: str = ""
+    """Expert: see ``Member.lanes_tcp``."""
+    host_id: str = ""
     speed: float = 1.0
     """Expert: how fast it computes, relative to its peers."""
     placement: Placement | None = None

@@ -5,7 +5,7 @@ API
     ``export_link(registry, name, link)``         counters of a link under label ``link``
     ``Buckets(bounds)``                           a histogram that one thread fills without a lock
     ``page(registry) -> bytes``, ``CONTENT_TYPE`` the text to serve
-    ``await serve(registry, host) -> MetricsServer``   ``GET /metrics`` on a free port; ``.url``
+    ``await serve(registry, host, ports) -> MetricsServer``   ``GET /metrics``; ``.url``
 
 Names: ``moemesh_<noun>_<unit>``, the suffixes as vLLM's. No request id is ever a label, and no
 layer or expert: what is counted per layer is summed up in a few groups (``mesh.layer_groups``).
@@ -23,6 +23,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector, disable_creat
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
+
+from mesh.addresses import WILDCARDS, ports_of
 
 PREFIX = "moemesh"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -133,6 +135,7 @@ class MetricsServer:
     """Serves one page. A request costs one read and one write; an idle server costs nothing."""
 
     def __init__(self, server: asyncio.Server, host: str) -> None:
+        """``host``: as it shows in the URL."""
         self._server = server
         port = server.sockets[0].getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
@@ -143,8 +146,12 @@ class MetricsServer:
         await self._server.wait_closed()
 
 
-async def serve(registry: CollectorRegistry, host: str, port: int = 0) -> MetricsServer:
-    """Listen at ``host`` on ``port`` (0: a free one). Raises ``OSError``."""
+async def serve(
+    registry: CollectorRegistry, host: str, ports: str = "", *, shown: str = ""
+) -> MetricsServer:
+    """Listen at ``host`` on the first free one of ``ports`` (``LOW-HIGH``; empty: any). Raises
+    ``OSError``. The URL of a ``host`` that stands for all addresses names ``shown`` instead.
+    """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -165,9 +172,15 @@ async def serve(registry: CollectorRegistry, host: str, port: int = 0) -> Metric
         finally:
             writer.close()
 
-    return MetricsServer(
-        await asyncio.start_server(answer, host, port, limit=_REQUEST_LIMIT_BYTES), host
-    )
+    taken = OSError("no port is given")
+    for port in ports_of(ports):
+        try:
+            server = await asyncio.start_server(answer, host, port, limit=_REQUEST_LIMIT_BYTES)
+        except OSError as error:
+            taken = error
+        else:
+            return MetricsServer(server, shown if shown and host in WILDCARDS else host)
+    raise taken
 
 
 def _response(status: bytes, body: bytes) -> bytes:

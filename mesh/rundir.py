@@ -7,9 +7,9 @@ API
     ``state_dir(settings) -> Path``          where that is (creates nothing)
     ``planner_address(settings)``            ZeroMQ address of the planner's command socket
     ``broadcast_address(settings)``          ... of its broadcasts
-    ``router_address(settings, id)``         ... at which a router takes requests
+    ``router_address(settings, id)``         ... at which a router listens for requests
     ``lanes_path(settings, id)``             Unix socket path at which an expert takes lanes
-    ``bundles_address(settings, id)``        ZeroMQ address at which an expert hands experts out
+    ``bundles_address(settings, id)``        ... at which an expert worker hands experts out
     ``claim(directory, id) -> Claim``        one process per id: pid file under a lock
 
 The directory's mode guards every ``ipc://`` link: whoever may enter it may command the mesh.
@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mesh.addresses import MAX_SOCKET_PATH_BYTES
+from mesh.hosts import listen_address
 from mesh.settings import Settings
 
 
@@ -115,7 +116,7 @@ def broadcast_address(settings: Settings) -> str:
 
 
 def router_address(settings: Settings, id: str) -> str:  # noqa: A002
-    return f"ipc://{socket_path(run_dir(settings), f'{id}.sock')}"
+    return listen_address(settings) or f"ipc://{socket_path(run_dir(settings), f'{id}.sock')}"
 
 
 def lanes_path(settings: Settings, id: str) -> str:  # noqa: A002
@@ -123,7 +124,7 @@ def lanes_path(settings: Settings, id: str) -> str:  # noqa: A002
 
 
 def bundles_address(settings: Settings, id: str) -> str:  # noqa: A002
-    return f"ipc://{socket_path(run_dir(settings), f'{id}.bundles')}"
+    return listen_address(settings) or f"ipc://{socket_path(run_dir(settings), f'{id}.bundles')}"
 
 
 class Claim:

@@ -43,6 +43,7 @@ from prometheus_client import CollectorRegistry
 from structlog.typing import FilteringBoundLogger
 
 from mesh import logs, metrics
+from mesh.addresses import is_loopback
 from mesh.config import ConfigError, Effective, load, name_fault
 from mesh.health import Health, health_path
 from mesh.links import LinkError, Net
@@ -207,7 +208,12 @@ async def _serve(
         metrics_url = ""
         # The gateway shows its own page at /metrics.
         if settings.metrics.enabled and role != "gateway":
-            server = await metrics.serve(registry, settings.metrics.host)
+            server = await metrics.serve(
+                registry,
+                settings.metrics.host,
+                "" if is_loopback(settings.metrics.host) else settings.network.ports,
+                shown=settings.network.advertise,
+            )
             stack.push_async_callback(server.close)
             metrics_url = server.url
         ctx = Context(
@@ -222,6 +228,7 @@ async def _serve(
             log=log,
             metrics_url=metrics_url,
             listen_fd=flags.listen_fd,
+            host=settings.network.host_id or socket.gethostname(),
         )
         beats = asyncio.ensure_future(ctx.health.run())
         served = asyncio.ensure_future(main(ctx))

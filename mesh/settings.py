@@ -40,6 +40,33 @@ class MeshSettings(_Section, frozen=True, kw_only=True):
     A gateway cannot hand its streams over: it ends them by ``gateway.request_timeout_s``."""
 
 
+DataPlane = Literal["auto", "shm", "tcp"]
+
+
+class NetworkSettings(_Section, frozen=True, kw_only=True):
+    data_plane: DataPlane = "auto"
+    """How activations travel between a router and an expert worker. shm: in shared memory, on one
+    host. tcp: over TCP, for which expert workers need ``listen``. auto: in shared memory where both
+    are on one host, else over TCP. TCP lanes are not encrypted: see docs/security.md."""
+    listen: str = ""
+    """Where this process listens for other hosts: an address, a host name or an interface (eth1).
+    Routers take requests there, expert workers lanes and requests for experts; the planner listens
+    there instead of on the host of ``mesh.planner``. Empty: only this host reaches routers and
+    expert workers, at sockets in the run directory."""
+    advertise: str = ""
+    """The host or address by which others reach this process, where that is not the one it listens
+    on. Empty: that one."""
+    ports: str = ""
+    """Ports to listen on, LOW-HIGH: each socket takes the first that is free, two an expert worker,
+    one a router (one more each for metrics on a host beyond loopback). Empty: any free ones."""
+    host_id: str = ""
+    """Processes of one value are on one host. Empty: the kernel says. Set it where that misleads,
+    as for containers that share a kernel but no run directory."""
+    lane_silence_ms: int = 3_000
+    """A peer that says nothing over TCP for so long, not even that it lives, has lost its lane:
+    what it owes is sent elsewhere. Both ends must use the same value."""
+
+
 class ModelSettings(_Section, frozen=True, kw_only=True):
     path: str = ""
     """Directory of a Hugging Face checkpoint. Empty: the model that ships with moemesh."""
@@ -215,6 +242,7 @@ class MetricsSettings(_Section, frozen=True, kw_only=True):
 
 class Settings(_Section, frozen=True, kw_only=True):
     mesh: MeshSettings = MeshSettings()
+    network: NetworkSettings = NetworkSettings()
     model: ModelSettings = ModelSettings()
     gateway: GatewaySettings = GatewaySettings()
     router: RouterSettings = RouterSettings()

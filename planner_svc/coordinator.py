@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
+import msgspec
+
 from mesh.membership import (
     FINAL,
     Admit,
@@ -231,7 +233,7 @@ class Coordinator:
         return Status(
             mesh=self._identity.mesh,
             model=self._identity.model,
-            view=self._snapshot(self.view.version),
+            view=_without_lane_keys(self._snapshot(self.view.version)),
             ready=not reason,
             reason=reason,
             epoch=self.epoch,
@@ -514,3 +516,12 @@ class Coordinator:
 def _speed(hello: Hello) -> float:
     """What a worker says of itself, unless that is nonsense."""
     return hello.speed if isfinite(hello.speed) and hello.speed > 0 else 1.0
+
+
+def _without_lane_keys(view: View) -> View:
+    """What may be shown: an operator has no use for what lets routers in."""
+    members = tuple(
+        msgspec.structs.replace(member, lanes_tcp=member.lanes_tcp.partition("#")[0])
+        for member in view.members
+    )
+    return msgspec.structs.replace(view, members=members)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 
+from mesh.hosts import host_id, planner_listen
 from mesh.links import Publisher, ServerLink
 from mesh.membership import Rules
 from mesh.messages import FromPlanner, Member, Placement, Refused, ToPlanner, View
@@ -53,10 +55,11 @@ class Planner:
         self._state = state
         self._questions: asyncio.Queue[Question] = asyncio.Queue()
         """The coordinator asks one at a time."""
-        self._publisher: Publisher[View] = Publisher(ctx.net, identity.broadcast)
+        listen = partial(planner_listen, ctx.settings)
+        self._publisher: Publisher[View] = Publisher(ctx.net, listen(identity.broadcast))
         self._server: ServerLink[ToPlanner, FromPlanner] = ServerLink(
             ctx.net,
-            identity.me.control,
+            listen(identity.me.control),
             receives=ToPlanner,
             on_lost=self._lost,
             refusal=lambda reason: Refused(reason=reason),
@@ -171,6 +174,7 @@ async def main(ctx: Context) -> None:
             host=ctx.host,
             state="ready",
             control=planner_address(settings),
+            host_id=host_id(settings),
             metrics=ctx.metrics_url,
         ),
         broadcast=broadcast_address(settings),

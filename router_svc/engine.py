@@ -32,7 +32,7 @@ from router_svc.exchange import (
     delta_of,
 )
 from router_svc.experts import MeshExperts
-from router_svc.lanes import Lanes
+from router_svc.lanes import Lanes, Reach
 from router_svc.loads import Loads
 from router_svc.profile import LayerTimes, Phases, Times
 from router_svc.recorder import Recorder
@@ -88,6 +88,7 @@ class Engine:
         deliver: Callable[[Results], None],
         changed: Callable[[], None],
         log: FilteringBoundLogger,
+        reach: Reach,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``deliver`` gets each step's results and ``changed`` is called when ``state.unserved`` or
@@ -110,7 +111,7 @@ class Engine:
         self._new_view: View | None = None
         self._stopping = False
         self._results = Results(0)
-        self._lanes = Lanes(plane, clock, log)
+        self._lanes = Lanes(plane, clock, log, reach)
         self._view: View | None = None
         self._unserved = EngineState().unserved
         self._experts = MeshExperts(

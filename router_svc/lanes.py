@@ -1,22 +1,25 @@
 """Which expert workers this router has lanes to, and when to try those it lacks again.
 
-Belongs to the compute thread, like the plane. Opening a lane is a handshake over a local socket: a
-dead worker refuses at once, only a hung one costs the time-out, which is short while tokens wait
-and comes ever more rarely.
+Belongs to the compute thread, like the plane. Opening a lane is a handshake. Over a local socket a
+dead worker refuses at once, and only a hung one costs the time-out, which is short while tokens
+wait and comes ever more rarely. Over TCP it goes on in the background.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ep_kernels.plane import PlaneError, RouterPlane
+from ep_kernels.plane import LanePending, LaneRefused, PlaneError, RouterPlane
 from structlog.typing import FilteringBoundLogger
 
 from mesh.messages import Member, MemberState
+from mesh.settings import DataPlane
 
 _BUSY_TIMEOUT_S = 0.1
 _IDLE_TIMEOUT_S = 2.0
+_PENDING_TIMEOUT_S = 0.005
+_PENDING_PAUSE_S = 0.02
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 _FIRST_FENCE_S = 60.0
@@ -31,6 +34,25 @@ _SERVING: frozenset[MemberState] = frozenset({"ready", "suspect", "draining"})
 when it is dead."""
 
 
+Reach = Callable[[Member], Sequence[str]]
+
+
+def reach(data_plane: DataPlane, host_id: str) -> Reach:
+    """Where a router on ``host_id`` opens its lane to a worker: addresses to try in turn."""
+
+    def addresses(member: Member) -> Sequence[str]:
+        near = data_plane != "tcp" and member.lanes
+        far = data_plane != "shm" and member.lanes_tcp
+        found = []
+        if near and (data_plane == "shm" or member.host_id == host_id):
+            found.append(member.lanes)
+        if far:
+            found.append(member.lanes_tcp)
+        return found
+
+    return addresses
+
+
 @dataclass(slots=True)
 class _Wanted:
     member: Member
@@ -43,9 +65,14 @@ class Lanes:
     """Keeps the plane's lanes as the newest view wants them."""
 
     def __init__(
-        self, plane: RouterPlane, clock: Callable[[], float], log: FilteringBoundLogger
+        self,
+        plane: RouterPlane,
+        clock: Callable[[], float],
+        log: FilteringBoundLogger,
+        reach: Reach,
     ) -> None:
         self._plane = plane
+        self._reach = reach
         self._clock = clock
         self._log = log
         self._wanted: dict[str, _Wanted] = {}
@@ -86,16 +113,35 @@ class Lanes:
                 continue
             member = wanted.member
             try:
-                self._plane.connect(id_, member.lanes, member.incarnation, timeout_s)
+                over = self._connect(member, timeout_s)
+            except LanePending:
+                wanted.next_try = self._clock() + _PENDING_PAUSE_S
             except PlaneError as error:
                 self._log.info("lane.refused", peer=id_, reason=str(error))
                 wanted.next_try = self._clock() + wanted.pause_s
                 wanted.pause_s = min(_LONGEST_PAUSE_S, 2 * wanted.pause_s)
             else:
-                self._log.info("lane.opened", peer=id_, incarnation=member.incarnation)
+                self._log.info("lane.opened", peer=id_, incarnation=member.incarnation, over=over)
                 wanted.next_try, wanted.pause_s = 0.0, _FIRST_PAUSE_S
                 opened = True
         return opened
+
+    def _connect(self, member: Member, timeout_s: float) -> str:
+        """Returns what carries the lane. Raises ``PlaneError``, of the address tried last."""
+        unreached = PlaneError(f"{member.id} has no lanes that this router can reach")
+        for address in self._reach(member):
+            over = "tcp" if address == member.lanes_tcp else "shm"
+            # What goes on by itself needs no waiting for.
+            limit_s = min(timeout_s, _PENDING_TIMEOUT_S) if over == "tcp" else timeout_s
+            try:
+                self._plane.connect(member.id, address, member.incarnation, limit_s)
+            except LaneRefused:
+                raise
+            except PlaneError as error:
+                unreached = error
+            else:
+                return over
+        raise unreached
 
     def next_try_s(self) -> float:
         """Seconds until ``tend`` has something to do; infinite when all lanes stand."""

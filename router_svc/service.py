@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from ep_kernels.plane import LaneShape, PlaneError
 from ep_kernels.shm.layout import lay_out
-from ep_kernels.shm.router import ShmRouterPlane
+from ep_kernels.tcp.router import TcpRouterPlane
 
+from mesh.hosts import advertised, host_id
 from mesh.links import ServerLink
 from mesh.member import Command, Member, RefusedByPlanner
 from mesh.messages import (
@@ -47,6 +48,7 @@ from moe_model.shipped import checkpoint_dir
 from moe_model.spec import ModelSpec, load_spec, serving_digest
 from router_svc.engine import Engine, answer_timeout_s
 from router_svc.exchange import EngineBusyError, Results
+from router_svc.lanes import reach
 from router_svc.loads import Loads
 from router_svc.metrics import RouterCollector
 from router_svc.recordings import Recordings
@@ -230,6 +232,7 @@ class Router:
     def _make_engine(self) -> Engine:
         """On the compute thread."""
         ctx, exact = self._ctx, self._shape.exact
+        network = ctx.settings.network
         model = load_router_model(
             self._path,
             weights=ctx.settings.model.weights,
@@ -237,7 +240,13 @@ class Router:
             progress=self._load_progress,
         )
         try:
-            plane = ShmRouterPlane(ctx.id, ctx.incarnation, self._shape, self._digest)
+            plane = TcpRouterPlane(
+                ctx.id,
+                ctx.incarnation,
+                self._shape,
+                self._digest,
+                silence_s=network.lane_silence_ms / 1000,
+            )
         except PlaneError as error:
             raise CannotServe(str(error)) from error
         return Engine(
@@ -248,6 +257,7 @@ class Router:
             deliver=lambda results: self._in_loop(self._deliver, results),
             changed=lambda: self._in_loop(self._engine_changed),
             log=ctx.log,
+            reach=reach(network.data_plane, host_id(ctx.settings)),
         )
 
     def _load_progress(self, share: float) -> None:
@@ -399,7 +409,8 @@ class Router:
             pid_namespace=ctx.pid_namespace,
             host=ctx.host,
             model_digest=self._digest,
-            control=self._link.address,
+            control=advertised(ctx.settings, self._link.address),
+            host_id=host_id(ctx.settings),
             metrics=ctx.metrics_url,
         )
 

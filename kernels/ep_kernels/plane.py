@@ -45,6 +45,12 @@ class LaneRefused(PlaneError):
         self.reason = reason
 
 
+class LanePending(PlaneError):
+    """The lane is being opened in the background. The same call again takes it, or says what has
+    become of it.
+    """
+
+
 class AnswerStatus(IntEnum):
     OK = 1
     STALE = 2
@@ -117,7 +123,8 @@ class RouterPlane(Protocol):
     """Lanes dropped because the peer wrote nonsense, since start."""
 
     def connect(self, peer: str, address: str, incarnation: int, timeout_s: float) -> None:
-        """Open a lane; raises ``PlaneError`` on refusal or time-out. Replaces a lost one."""
+        """Open a lane; raises ``PlaneError`` on refusal or time-out, ``LanePending`` where opening
+        it goes on meanwhile. Replaces a lost one."""
 
     def disconnect(self, peer: str) -> None: ...
 

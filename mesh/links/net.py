@@ -17,7 +17,7 @@ import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from mesh.addresses import IPC, NEEDS_KEYS, TCP, leaves_host
+from mesh.addresses import IPC, NEEDS_KEYS, TCP, leaves_host, ports_of
 from mesh.curve import CurveError, Identity, Keyring, answer_zap, open_keyring
 from mesh.inbox import Counters, LinkError
 from mesh.messages import Role
@@ -83,7 +83,8 @@ class Net:
 
     def bind(self, socket: zmq.Socket[bytes], address: str) -> str:
         """Listen; returns the address as bound. The file of an ``ipc://`` one is private, a
-        ``tcp://`` one takes listed keys only. Raises ``LinkError`` and closes the socket.
+        ``tcp://`` one takes listed keys only, on the first free port of a range (``LOW-HIGH``).
+        Raises ``LinkError`` and closes the socket.
         """
         try:
             keyring = self.keyring(address)
@@ -95,7 +96,7 @@ class Net:
                 socket.setsockopt(zmq.ZAP_DOMAIN, b"mesh")
                 # Should the guard ever be missing, nobody is let in rather than everybody.
                 socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-            socket.bind(address)
+            _bind(socket, address)
         except (zmq.ZMQError, LinkError) as error:
             socket.close(linger=0)
             self._release_guard()
@@ -382,6 +383,22 @@ class _Guard:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _bind(socket: zmq.Socket[bytes], address: str) -> None:
+    host, _, ports = address.rpartition(":")
+    if not (address.startswith(TCP) and "-" in ports):
+        socket.bind(address)
+        return
+    for port in ports_of(ports):
+        try:
+            socket.bind(f"{host}:{port}")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE:
+                raise
+        else:
+            return
+    raise LinkError("none of these ports is free")
 
 
 def identity_of(frame: zmq.Frame, keyring: Keyring) -> Identity | None:

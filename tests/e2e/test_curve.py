@@ -1,7 +1,9 @@
-"""A mesh whose control plane is TCP with CURVE keys."""
+"""A mesh whose sockets are all TCP, those of the control plane with CURVE keys."""
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -20,6 +22,8 @@ def test_a_mesh_serves_over_tcp_with_keys_and_answers_nobody_without(
         "mesh__planner": f"tcp://127.0.0.1:{free_port()}",
         "mesh__broadcast": f"tcp://127.0.0.1:{free_port()}",
         "security__curve_dir": str(keys),
+        "network__listen": "127.0.0.1",
+        "network__data_plane": "tcp",
     }
     with Mesh(tiny_deepseek, **tcp) as mesh:
         status, answer = mesh.post(
@@ -28,7 +32,15 @@ def test_a_mesh_serves_over_tcp_with_keys_and_answers_nobody_without(
         assert status == 200, answer
         places = [f"{key.replace('__', '.')}={value}" for key, value in tcp.items()]
         with_key = [part for place in places for part in ("--set", place)]
-        assert mesh.run("status", "--json", *with_key)
+        members = json.loads(mesh.run("status", "--json", *with_key))["members"]
+        for member in members:
+            if member["role"] == "router":
+                assert member["control"].startswith("tcp://127.0.0.1:")
+            if member["role"] == "expert":
+                assert not member["lanes"]
+                # Where lanes are opened, and nothing of what lets a router in.
+                for kind in ("lanes_tcp", "bundles"):
+                    assert re.fullmatch(r"tcp://127\.0\.0\.1:\d+", member[kind])
         plain = [MOEMESH, "status", "--json", "--set", f"mesh.run_dir={mesh.run_dir}"]
         for refused in (
             [],

@@ -1,7 +1,9 @@
-"""One end of shm lanes as a process of its own, started by the tests with this file's path.
+"""One end of lanes as a process of its own, started by the tests with this file's path.
 
-lane_peer.py expert NAME INCARNATION PATH HIDDEN SEED    answers until stdin closes
-lane_peer.py router NAME MESSAGES SEED EXACT PATH...     checks every answer, prints a JSON object
+lane_peer.py expert KIND NAME INCARNATION PATH HIDDEN SEED
+    prints its address and answers until stdin closes; PATH is for lanes of KIND shm
+lane_peer.py router NAME MESSAGES SEED EXACT PEER=ADDRESS...
+    checks every answer, prints a JSON object
 
 The "experts" compute row + logical expert, so that an answer proves which message it belongs to.
 A pair whose slot is STALE_SLOT makes the answer stale.
@@ -15,15 +17,17 @@ import sys
 import threading
 import time
 from collections import deque
-from pathlib import Path
 
 import numpy as np
 import torch
 from ep_kernels.plane import AnswerStatus, Arrival, LaneShape, Part
-from ep_kernels.shm import ShmExpertPlane, ShmRouterPlane
+from ep_kernels.shm import ShmExpertPlane
+from ep_kernels.tcp import TcpExpertPlane, TcpRouterPlane
 
 HIDDEN, TOP_K, CAPACITY, RING = 24, 3, 40, 3
 DIGEST = "test-model"
+KEY = bytes(range(32))
+"""Of all lanes over TCP."""
 STALE_SLOT = 77
 DEADLINE_S = 120.0
 
@@ -90,9 +94,19 @@ def expected(part: Part, exact: bool) -> torch.Tensor | None:
     return compute(x, part.pair_token, part.pair_expert, part.pair_weight, exact)
 
 
-def run_expert(name: str, incarnation: str, path: str, hidden: str, seed: str) -> None:
+def new_expert(
+    kind: str, name: str, incarnation: int, path: str, hidden: int
+) -> tuple[ShmExpertPlane, str]:
+    """An expert worker's plane and the address of its lanes."""
+    if kind == "shm":
+        return ShmExpertPlane(name, incarnation, path, hidden, DIGEST), path
+    tcp = TcpExpertPlane(name, incarnation, "", hidden, DIGEST, host="127.0.0.1", key=KEY)
+    return tcp, f"tcp://127.0.0.1:{tcp.port}#{KEY.hex()}"
+
+
+def run_expert(kind: str, name: str, incarnation: str, path: str, hidden: str, seed: str) -> None:
     rng = random.Random(seed)
-    plane = ShmExpertPlane(name, int(incarnation), path, int(hidden), DIGEST)
+    plane, address = new_expert(kind, name, int(incarnation), path, int(hidden))
     stopping = threading.Event()
 
     def follow_parent() -> None:
@@ -101,7 +115,7 @@ def run_expert(name: str, incarnation: str, path: str, hidden: str, seed: str) -
         plane.wake()
 
     threading.Thread(target=follow_parent, daemon=True).start()
-    print("ready", flush=True)
+    print(address, flush=True)
     held: deque[Arrival] = deque()
     while not stopping.is_set():
         plane.wait(0.0 if held else 5.0)
@@ -116,13 +130,14 @@ def run_expert(name: str, incarnation: str, path: str, hidden: str, seed: str) -
     plane.close()
 
 
-def run_router(name: str, messages: str, seed: str, exact: str, *paths: str) -> None:
+def run_router(name: str, messages: str, seed: str, exact: str, *peers_at: str) -> None:
     rng = random.Random(seed)
     shape = LaneShape(HIDDEN, TOP_K, CAPACITY, RING, exact=exact == "exact")
-    plane = ShmRouterPlane(name, 1, shape, DIGEST)
-    peers = [Path(path).name for path in paths]
-    for peer, path in zip(peers, paths, strict=True):
-        plane.connect(peer, path, 1, DEADLINE_S)
+    plane = TcpRouterPlane(name, 1, shape, DIGEST)
+    places = dict(place.split("=", 1) for place in peers_at)
+    peers = list(places)
+    for peer, address in places.items():
+        plane.connect(peer, address, 1, DEADLINE_S)
     waiting: dict[int, Part] = {}
     sent = full = stale = 0
     deadline = time.monotonic() + DEADLINE_S

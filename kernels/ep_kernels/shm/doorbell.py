@@ -19,7 +19,7 @@ import os
 import platform
 import resource
 import time
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from ep_kernels.plane import PlaneError
 from ep_kernels.shm import memory
@@ -117,6 +117,12 @@ class _Word:
     def _write(self, value: int) -> None:
         self._values[0] = value
         _wake_call(self._number, self._address, _FUTEX_WAKE, _EVERY_WAITER, None)
+
+
+class Signal(Protocol):
+    """How a lane's end tells the other that it has published something."""
+
+    def ring(self) -> None: ...
 
 
 class Bell(_Word):

@@ -11,11 +11,12 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ep_kernels.plane import AnswerStatus, Arrival, PlaneError
 from ep_kernels.shm import handshake, memory
-from ep_kernels.shm.doorbell import MAX_SENDERS, SPIN_NS, Bell, Doorbell, make_fence
+from ep_kernels.shm.doorbell import MAX_SENDERS, SPIN_NS, Bell, Doorbell, Signal, make_fence
 from ep_kernels.shm.handshake import Offer, Reply
 from ep_kernels.shm.lane import CorruptLaneError, LaneMemory, Request, check_request
 from ep_kernels.shm.layout import LaneLayout, lay_out
@@ -32,8 +33,22 @@ _MAX_FENCED = 1024
 """Routers whose highest incarnation is remembered."""
 
 
-class _Lane:
-    __slots__ = ("bell", "connection", "id", "memory", "offer", "pending", "seen", "sender")
+class ExpertLane:
+    """A lane as the expert worker sees it. ``bell`` is rung once an answer's flag is set, ``close``
+    ends the connection.
+    """
+
+    __slots__ = (
+        "bell",
+        "close",
+        "connection",
+        "id",
+        "memory",
+        "offer",
+        "pending",
+        "seen",
+        "sender",
+    )
 
     def __init__(
         self,
@@ -42,7 +57,8 @@ class _Lane:
         connection: socket.socket,
         sender: int,
         lane_memory: LaneMemory,
-        bell: Bell,
+        bell: Signal,
+        close: Callable[[], None],
     ) -> None:
         self.id = lane_id
         self.offer = offer
@@ -50,6 +66,7 @@ class _Lane:
         self.sender = sender
         self.memory = lane_memory
         self.bell = bell
+        self.close = close
         self.seen = [0] * offer.ring_slots
         """Newest request flag read from each ring slot."""
         self.pending: dict[int, Arrival] = {}
@@ -57,7 +74,8 @@ class _Lane:
 
 
 class ShmExpertPlane:
-    """``ExpertPlane`` over shared memory; listens at the Unix socket ``path`` (mode 0600).
+    """``ExpertPlane`` over shared memory; listens at the Unix socket ``path`` (mode 0600; an empty
+    one: nowhere).
 
     One thread calls ``poll``, ``answer`` and ``wait``; ``wake`` and ``peers`` may be called on
     any thread. ``wait`` returns at once when anything happened since the last ``poll`` began.
@@ -89,21 +107,22 @@ class ShmExpertPlane:
         self._digest = digest
         self._max_lanes = max_lanes
         self._path = path
-        self._listener = _listen(path)
-        self._inode = Path(path).stat().st_ino
+        self._listener = _listen(path) if path else None
+        self._inode = Path(path).stat().st_ino if path else 0
         self._fence = make_fence()
         self._doorbell = Doorbell("moemesh-expert-bell", spin_ns=spin_ns)
         self._seen = self._doorbell.value()
         self._woken = False
         self._lock = threading.Lock()  # guards changes of the lane table
-        self._lanes: dict[int, _Lane] = {}  # replaced, never changed: readers take no lock
+        self._lanes: dict[int, ExpertLane] = {}  # replaced, never changed: readers take no lock
         self._lane_ids = itertools.count(1)
         self._silent: dict[socket.socket, None] = {}
         self._newest_incarnation: dict[str, int] = {}
         self._closed = False
         self.corrupt_lanes = 0
         self._watcher = Watcher(f"lanes-{expert_id}")
-        self._watcher.watch(self._listener, self._accept)
+        if self._listener is not None:
+            self._watch_listener(self._listener, self._greet)
 
     # -------------------------------------------------------------- messages
 
@@ -159,15 +178,19 @@ class ShmExpertPlane:
         self._watcher.close()
         for lane in self._lanes.values():
             self._remove(lane)
-        for connection in [self._listener, *self._silent]:
+        for connection in self._silent:
             connection.close()
+        if self._listener is not None:
+            self._listener.close()
         self._doorbell.close_fd()
+        if not self._path:
+            return
         with contextlib.suppress(FileNotFoundError):
             # Another worker may have taken the path over since.
             if Path(self._path).stat().st_ino == self._inode:
                 Path(self._path).unlink()
 
-    def _read(self, lane: _Lane, flags: list[int], arrived: list[tuple[int, Arrival]]) -> None:
+    def _read(self, lane: ExpertLane, flags: list[int], arrived: list[tuple[int, Arrival]]) -> None:
         if self._fence is not None:
             self._fence()
         layout = lane.memory.layout
@@ -191,9 +214,15 @@ class ShmExpertPlane:
 
     # -------------------------------------------------------------- lanes come and go
 
-    def _accept(self) -> None:
+    def _watch_listener(
+        self, listener: socket.socket, greet: Callable[[socket.socket], None]
+    ) -> None:
+        """Have ``greet`` called for each new connection now and whenever it says something."""
+        self._watcher.watch(listener, lambda: self._accept(listener, greet))
+
+    def _accept(self, listener: socket.socket, greet: Callable[[socket.socket], None]) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, _ = listener.accept()
         except BlockingIOError:
             return
         except OSError as error:
@@ -205,7 +234,8 @@ class ShmExpertPlane:
         if len(self._silent) >= _MAX_SILENT:
             self._hang_up(next(iter(self._silent)))
         self._silent[connection] = None
-        self._watcher.watch(connection, lambda: self._greet(connection))
+        self._watcher.watch(connection, lambda: greet(connection))
+        greet(connection)
 
     def _hang_up(self, connection: socket.socket) -> None:
         self._silent.pop(connection, None)
@@ -246,7 +276,7 @@ class ShmExpertPlane:
             handshake.send(connection, Reply(sender=0, refusal=reason), [])
         self._hang_up(connection)
 
-    def _open(self, connection: socket.socket, offer: Offer, fds: list[int]) -> _Lane:
+    def _open(self, connection: socket.socket, offer: Offer, fds: list[int]) -> ExpertLane:
         """Check the offer and map its memory; takes over ``fds``. Raises ``PlaneError``."""
         lane_fd, bell_fd = fds
         try:
@@ -263,7 +293,9 @@ class ShmExpertPlane:
             raise PlaneError(f"the lane's memory: {error}") from error
         bell = Bell(bell_fd, offer.sender)
         lane_memory = LaneMemory(mapping, layout)
-        return _Lane(next(self._lane_ids), offer, connection, sender, lane_memory, bell)
+        return ExpertLane(
+            next(self._lane_ids), offer, connection, sender, lane_memory, bell, connection.close
+        )
 
     def _examine(self, offer: Offer) -> LaneLayout:
         if offer.expert != self._id:
@@ -296,7 +328,7 @@ class ShmExpertPlane:
             raise PlaneError(f"{self._id} has its {self._max_lanes} lanes open already")
         return next(index for index in range(1, MAX_SENDERS) if index not in taken)
 
-    def _add(self, lane: _Lane) -> None:
+    def _add(self, lane: ExpertLane) -> None:
         router = lane.offer.router
         for other in self._lanes.values():
             if other.offer.router == router:
@@ -308,23 +340,23 @@ class ShmExpertPlane:
         with self._lock:
             self._lanes = {**self._lanes, lane.id: lane}
 
-    def _check(self, lane: _Lane) -> None:
+    def _check(self, lane: ExpertLane) -> None:
         if is_closed(lane.connection):
             self._drop(lane, "the router closed the connection or died")
 
-    def _drop(self, lane: _Lane, reason: str) -> None:
+    def _drop(self, lane: ExpertLane, reason: str) -> None:
         if self._remove(lane):
             _log.warning("lane.lost router=%s: %s", lane.offer.router, reason)
             self._doorbell.ring()
 
-    def _remove(self, lane: _Lane) -> bool:
+    def _remove(self, lane: ExpertLane) -> bool:
         """Any thread; whether the lane was there."""
         with self._lock:
             if lane.id not in self._lanes:
                 return False
             self._lanes = {key: other for key, other in self._lanes.items() if key != lane.id}
         self._watcher.forget(lane.connection)
-        lane.connection.close()
+        lane.close()
         return True
 
 
@@ -332,7 +364,7 @@ def _sent_ns(item: tuple[int, Arrival]) -> int:
     return item[0]
 
 
-def _arrival(lane: _Lane, index: int, request: Request) -> Arrival:
+def _arrival(lane: ExpertLane, index: int, request: Request) -> Arrival:
     slot = lane.memory.slots[index]
     pairs = request.pairs
     exact = lane.offer.exact

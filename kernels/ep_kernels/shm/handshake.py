@@ -38,7 +38,7 @@ class Offer:
     expert_incarnation: int
     digest: str
     sender: int
-    """The expert worker's sender index on the router's doorbell."""
+    """The expert worker's sender index on the router's doorbell; 0 where it gets none."""
     hidden: int
     top_k: int
     capacity_tokens: int
@@ -94,7 +94,7 @@ def new_socket() -> socket.socket:
 
 def send(connection: socket.socket, message: Offer | Reply, fds: list[int]) -> None:
     """Send one message; the kernel duplicates ``fds``. Raises ``OSError``."""
-    socket.send_fds(connection, [json.dumps(asdict(message)).encode()], fds)
+    socket.send_fds(connection, [encode(message)], fds)
 
 
 def receive(
@@ -110,7 +110,7 @@ def receive(
     try:
         if not data:
             raise EOFError
-        message = _decode(data, kind)
+        message = decode(data, kind)
         expected = 0 if isinstance(message, Reply) and message.refusal else fd_count
         if len(fds) != expected:
             raise PlaneError(f"{kind.__name__} came with {len(fds)} fds, expected {expected}")
@@ -121,7 +121,12 @@ def receive(
     return message, fds
 
 
-def _decode(data: bytes, kind: type[_Message]) -> _Message:
+def encode(message: Offer | Reply) -> bytes:
+    return json.dumps(asdict(message)).encode()
+
+
+def decode(data: bytes, kind: type[_Message]) -> _Message:
+    """Raises ``PlaneError`` for anything that is not a ``kind`` of our protocol."""
     try:
         found: Any = json.loads(data)
     except ValueError as error:

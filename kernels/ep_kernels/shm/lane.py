@@ -117,14 +117,19 @@ class RingSlot:
             self._mapping, self._answer_at, sequence, status, began_ns, compute_ns, rows
         )
 
+    def answer_header(self) -> tuple[int, int, int, int, int]:
+        """Sequence, status, begin, duration and rows, as they stand there."""
+        sequence, status, began_ns, compute_ns, rows = _ANSWER.unpack_from(
+            self._mapping, self._answer_at
+        )
+        return sequence, status, began_ns, compute_ns, rows
+
     def read_answer(self, sequence: int, rows: int) -> tuple[AnswerStatus, int, int]:
         """Status, begin and duration of computing the answer to ``sequence`` of ``rows`` rows.
 
         Raises ``CorruptLaneError`` when the header says otherwise.
         """
-        found, status, began_ns, compute_ns, found_rows = _ANSWER.unpack_from(
-            self._mapping, self._answer_at
-        )
+        found, status, began_ns, compute_ns, found_rows = self.answer_header()
         if found != sequence or status not in _STATUSES or found_rows != rows:
             raise CorruptLaneError(
                 f"ring slot {self.index} answers message {found} with status {status} and "

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from time import perf_counter_ns
 
 import torch
@@ -21,7 +22,7 @@ from ep_kernels.plane import (
     PlaneError,
 )
 from ep_kernels.shm import handshake, memory
-from ep_kernels.shm.doorbell import MAX_SENDERS, SPIN_NS, Bell, Doorbell, make_fence
+from ep_kernels.shm.doorbell import MAX_SENDERS, SPIN_NS, Bell, Doorbell, Signal, make_fence
 from ep_kernels.shm.handshake import Offer, Reply
 from ep_kernels.shm.lane import CorruptLaneError, LaneMemory, Request, RingSlot
 from ep_kernels.shm.layout import lay_out
@@ -42,9 +43,14 @@ class _InFlight:
         self.ticket = ticket
 
 
-class _Lane:
+class RouterLane:
+    """A lane as the router sees it. ``bell`` is rung once a request's flag is set, ``close`` ends
+    the connection.
+    """
+
     __slots__ = (
         "bell",
+        "close",
         "connection",
         "free",
         "in_flight",
@@ -62,7 +68,8 @@ class _Lane:
         connection: socket.socket,
         sender: int,
         lane_memory: LaneMemory,
-        bell: Bell,
+        bell: Signal,
+        close: Callable[[], None],
     ) -> None:
         self.peer = peer
         self.incarnation = incarnation
@@ -70,6 +77,7 @@ class _Lane:
         self.sender = sender
         self.memory = lane_memory
         self.bell = bell
+        self.close = close
         self.free = list(reversed(lane_memory.slots))  # the last freed is the warmest
         self.in_flight: list[_InFlight] = []
         self.next_sequence = 1
@@ -107,10 +115,10 @@ class ShmRouterPlane:
         self._woken = False
         self._watcher = Watcher(f"lanes-{router_id}")
         self._lock = threading.Lock()  # guards changes of the lane tables and the list of the lost
-        self._lanes: dict[str, _Lane] = {}  # replaced, never changed: readers take no lock
+        self._lanes: dict[str, RouterLane] = {}  # replaced, never changed: readers take no lock
         self._senders: set[int] = set()
         self._lost: list[LaneLost] = []
-        self._answered: dict[int, tuple[_Lane, RingSlot]] = {}
+        self._answered: dict[int, tuple[RouterLane, RingSlot]] = {}
         self._tickets = itertools.count(1)
         self._closed = False
         self.corrupt_lanes = 0
@@ -133,7 +141,7 @@ class ShmRouterPlane:
             connection.settimeout(timeout_s)
             lane = self._open(peer, address, incarnation, connection, sender)
             connection.setblocking(False)
-            self._add(lane)
+            self._add(lane, lambda: self._check(lane))
         except BaseException as error:
             connection.close()
             self._give_back_sender(sender)
@@ -249,7 +257,7 @@ class ShmRouterPlane:
     def in_flight(self) -> int:
         return sum(self._shape.ring_slots - len(lane.free) for lane in self._lanes.values())
 
-    def _collect(self, lane: _Lane, done: list[_InFlight], answers: list[Answer]) -> None:
+    def _collect(self, lane: RouterLane, done: list[_InFlight], answers: list[Answer]) -> None:
         if self._fence is not None:
             self._fence()
         for message in done:
@@ -269,25 +277,11 @@ class ShmRouterPlane:
 
     def _open(
         self, peer: str, address: str, incarnation: int, connection: socket.socket, sender: int
-    ) -> _Lane:
-        shape = self._shape
+    ) -> RouterLane:
         connection.connect(address)
         lane_fd = memory.create("moemesh-lane", self._layout.total_bytes)
         try:
-            offer = Offer(
-                router=self._id,
-                router_incarnation=self._incarnation,
-                expert=peer,
-                expert_incarnation=incarnation,
-                digest=self._digest,
-                sender=sender,
-                hidden=shape.hidden,
-                top_k=shape.top_k,
-                capacity_tokens=shape.capacity_tokens,
-                ring_slots=shape.ring_slots,
-                exact=shape.exact,
-                wire=handshake.wire_name(shape.wire),
-            )
+            offer = self._offer(peer, incarnation, sender)
             handshake.send(connection, offer, [lane_fd, self._doorbell.fd])
             mapping = memory.attach(os.dup(lane_fd), self._layout.total_bytes)
         finally:
@@ -297,20 +291,39 @@ class ShmRouterPlane:
             raise LaneRefused(peer, reply.refusal)
         bell = Bell(fds[0], reply.sender)
         lane_memory = LaneMemory(mapping, self._layout)
-        return _Lane(peer, incarnation, connection, sender, lane_memory, bell)
+        return RouterLane(
+            peer, incarnation, connection, sender, lane_memory, bell, connection.close
+        )
 
-    def _add(self, lane: _Lane) -> None:
+    def _offer(self, peer: str, incarnation: int, sender: int) -> Offer:
+        shape = self._shape
+        return Offer(
+            router=self._id,
+            router_incarnation=self._incarnation,
+            expert=peer,
+            expert_incarnation=incarnation,
+            digest=self._digest,
+            sender=sender,
+            hidden=shape.hidden,
+            top_k=shape.top_k,
+            capacity_tokens=shape.capacity_tokens,
+            ring_slots=shape.ring_slots,
+            exact=shape.exact,
+            wire=handshake.wire_name(shape.wire),
+        )
+
+    def _add(self, lane: RouterLane, on_event: Callable[[], None]) -> None:
         with self._lock:
             if self._closed:
                 raise PlaneError("the plane is closed")
             self._lanes = {**self._lanes, lane.peer: lane}
-        self._watcher.watch(lane.connection, lambda: self._check(lane))
+        self._watcher.watch(lane.connection, on_event)
 
-    def _check(self, lane: _Lane) -> None:
+    def _check(self, lane: RouterLane) -> None:
         if is_closed(lane.connection):
             self._lose(lane, "the expert worker closed the connection or died")
 
-    def _lose(self, lane: _Lane, reason: str) -> None:
+    def _lose(self, lane: RouterLane, reason: str) -> None:
         with self._lock:
             if self._lanes.get(lane.peer) is not lane:
                 return
@@ -319,12 +332,12 @@ class ShmRouterPlane:
         _log.warning("lane.lost peer=%s incarnation=%d: %s", lane.peer, lane.incarnation, reason)
         self._doorbell.ring()
 
-    def _remove(self, lane: _Lane) -> None:
+    def _remove(self, lane: RouterLane) -> None:
         """Under the lock."""
         self._lanes = {peer: other for peer, other in self._lanes.items() if other is not lane}
         self._senders.discard(lane.sender)
         self._watcher.forget(lane.connection)
-        lane.connection.close()
+        lane.close()
 
     def _take_sender(self, peer: str) -> int:
         with self._lock:

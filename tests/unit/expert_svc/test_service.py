@@ -14,9 +14,10 @@ import torch
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from expert_svc.service import ExpertWorker
+from expert_svc.service import ExpertWorker, LanePlaces
 from expert_svc.worker import Worker
 from mesh.config import Effective
+from mesh.hosts import host_id
 from mesh.links import Net
 from mesh.messages import AssignSlots, Member, Record, SlotsReady, View
 from mesh.placement import EMPTY
@@ -56,8 +57,9 @@ class Scene:
         )
         self.computing = Worker(SimpleNamespace(), self.table)
         self.worker = ExpertWorker(
-            self.ctx, self.table, self.computing, lanes="l", bundles="ipc://b", digest="d"
+            self.ctx, self.table, self.computing, lanes=LanePlaces("l", "tcp://h:1#k"), digest="d"
         )
+        self.worker.bundles = "ipc://b"
         self.answers: asyncio.Queue[SlotsReady] = asyncio.Queue()
         self.worker._member.send = self.answers.put_nowait
         self.states: list[tuple[str, str, float]] = []
@@ -247,7 +249,9 @@ def test_a_worker_that_is_given_nothing_is_ready(tmp_path: Path) -> None:
 def test_what_it_says_of_itself(tmp_path: Path) -> None:
     async def main(scene: Scene) -> None:
         hello = scene.worker._hello()
-        assert (hello.lanes, hello.bundles, hello.speed) == ("l", "ipc://b", 0.5)
+        assert (hello.lanes, hello.lanes_tcp) == ("l", "tcp://h:1#k")
+        assert (hello.bundles, hello.speed) == ("ipc://b", 0.5)
+        assert hello.host_id == host_id(scene.ctx.settings)
         scene.computing.tally.pairs, scene.computing.tally.ffn_ns = 5, 9
         load = scene.worker._load()
         assert (load.pairs, load.ffn_ns) == (5, 9)

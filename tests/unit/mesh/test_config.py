@@ -94,6 +94,22 @@ def test_numbers_are_accepted_where_words_are_choices(tmp_path: Path) -> None:
         ("[gateway]\nrequest_timeout_s = nan\n", r"request_timeout_s = nan .*more than 0"),
         ("[mesh]\nplanner = 'tcp://10.0.0.1:1'\n", r"loopback host, or security\.curve_dir"),
         ("[mesh]\nbroadcast = 'tcp://*:1'\n", r"mesh\.broadcast = 'tcp://\*:1' .*wildcard"),
+        ("[network]\nports = '9-7'\n", r"network\.ports = '9-7' .*LOW-HIGH"),
+        ("[network]\nports = '7-9'\n", r"network\.ports = '7-9' .*network\.listen as well"),
+        ("[network]\nadvertise = 'a'\n", r"network\.advertise = 'a' .*network\.listen as well"),
+        ("[network]\nlisten = 'eth0'\n", r"network\.listen = 'eth0' .*allow_insecure"),
+        (
+            "[network]\nlisten = '*'\n[security]\nallow_insecure = true\n",
+            r"network\.listen = '\*' .*network\.advertise",
+        ),
+        (
+            "[network]\ndata_plane = 'nccl'\n",
+            r"network\.data_plane = 'nccl' .*'auto', 'shm', 'tcp'",
+        ),
+        (
+            "[mesh]\nplanner = 'tcp://10.0.0.1:1'\n[security]\nallow_insecure = true\n",
+            r"mesh\.broadcast = '' .*members on other hosts",
+        ),
         ("[security]\ncurve_dir = 'keys'\n", r"security\.curve_dir = 'keys' .*absolute path"),
         ("[mesh\n", r"is not TOML"),
     ],
@@ -176,7 +192,7 @@ def test_one_address_cannot_serve_commands_and_broadcasts() -> None:
     ],
 )
 def test_tcp_leaves_the_machine_with_keys_or_by_explicit_will(security: dict[str, str]) -> None:
-    planner = {"mesh.planner": "tcp://mesh.example:7"}
+    planner = {"mesh.planner": "tcp://mesh.example:7", "mesh.broadcast": "tcp://mesh.example:8"}
     assert load(None, planner | security, {}).settings.mesh.planner == "tcp://mesh.example:7"
     with pytest.raises(ConfigError, match="allow_insecure"):
         load(None, planner | {"security.key_file": "/k"}, {})

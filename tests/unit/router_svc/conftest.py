@@ -23,6 +23,7 @@ from moe_model.reference import ReferenceModel
 from moe_model.shipped import checkpoint_dir
 from router_svc.engine import Engine
 from router_svc.exchange import Results
+from router_svc.lanes import reach
 
 HIDDEN, INTERMEDIATE, TOP_K = 32, 16, 4
 Expert = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -172,6 +173,7 @@ class EngineMesh:
             deliver=self._deliver,
             changed=self._changed,
             log=structlog.get_logger("test"),
+            reach=reach("auto", ""),
         )
         self._thread = threading.Thread(target=self.engine.run, name="engine")
         self._thread.start()

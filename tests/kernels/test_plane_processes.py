@@ -14,8 +14,18 @@ import lane_peer
 import pytest
 import torch
 from ep_kernels.plane import AnswerStatus, LaneLost, LaneShape
-from ep_kernels.shm import ShmExpertPlane, ShmRouterPlane
-from lane_peer import CAPACITY, DIGEST, HIDDEN, RING, TOP_K, expected, part_of, serve
+from ep_kernels.tcp import TcpRouterPlane
+from lane_peer import (
+    CAPACITY,
+    DIGEST,
+    HIDDEN,
+    RING,
+    TOP_K,
+    expected,
+    new_expert,
+    part_of,
+    serve,
+)
 
 DEADLINE_S = 120.0
 
@@ -44,6 +54,11 @@ class Peer:
         self.process.wait(DEADLINE_S)
 
 
+@pytest.fixture(params=["shm", "tcp"])
+def kind(request):
+    return request.param
+
+
 @pytest.fixture
 def spawn():
     peers: list[Peer] = []
@@ -66,32 +81,32 @@ def until(condition):
         assert time.monotonic() < deadline, "the awaited event did not come"
 
 
-def test_two_routers_and_three_experts_exchange_thousands_of_messages(spawn, tmp_path):
-    names = ["e0", "e1", "e2"]
+def test_two_routers_and_three_experts_exchange_many_messages(spawn, tmp_path, kind):
+    names, messages = ["e0", "e1", "e2"], 1000 if kind == "shm" else 300
     experts = [
-        spawn("expert", name, 1, tmp_path / name, HIDDEN, seed) for seed, name in enumerate(names)
+        spawn("expert", kind, name, 1, tmp_path / name, HIDDEN, seed)
+        for seed, name in enumerate(names)
     ]
-    assert [expert.line() for expert in experts] == ["ready"] * 3
-    paths = [tmp_path / name for name in names]
+    places = [f"{name}={expert.line()}" for name, expert in zip(names, experts, strict=True)]
     routers = [
-        spawn("router", f"r{seed}", 1000, seed, exact, *paths)
+        spawn("router", f"r{seed}", messages, seed, exact, *places)
         for seed, exact in enumerate(["sum", "exact"])
     ]
     for router in routers:
         result = json.loads(router.line())
-        assert result["sent"] == 1000
+        assert result["sent"] == messages
         assert result["stale"] > 0
         assert result["full"] > 0
     assert [peer.stop() for peer in [*routers, *experts]] == [0] * 5
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_expert_is_noticed_while_waiting_and_its_successor_is_reached(spawn, tmp_path):
+def test_a_killed_expert_is_noticed_while_waiting_and_its_heir_is_reached(spawn, tmp_path, kind):
     in_shm = set(Path("/dev/shm").iterdir())
-    first = spawn("expert", "e0", 1, tmp_path / "e0", HIDDEN, 0)
-    assert first.line() == "ready"
-    plane = ShmRouterPlane("r0", 1, LaneShape(HIDDEN, TOP_K, CAPACITY, RING), DIGEST)
-    plane.connect("e0", str(tmp_path / "e0"), 1, DEADLINE_S)
+    first = spawn("expert", kind, "e0", 1, tmp_path / "e0", HIDDEN, 0)
+    address = first.line()
+    plane = TcpRouterPlane("r0", 1, LaneShape(HIDDEN, TOP_K, CAPACITY, RING), DIGEST)
+    plane.connect("e0", address, 1, DEADLINE_S)
     first.process.send_signal(signal.SIGSTOP)  # the part stays unanswered
     part = part_of(3)
     assert plane.try_send("e0", part) is not None
@@ -106,9 +121,8 @@ def test_a_killed_expert_is_noticed_while_waiting_and_its_successor_is_reached(s
     with pytest.raises(LaneLost):
         plane.try_send("e0", part)
 
-    second = spawn("expert", "e0", 2, tmp_path / "e0", HIDDEN, 0)
-    assert second.line() == "ready"
-    plane.connect("e0", str(tmp_path / "e0"), 2, DEADLINE_S)
+    second = spawn("expert", kind, "e0", 2, tmp_path / "e0", HIDDEN, 0)
+    plane.connect("e0", second.line(), 2, DEADLINE_S)
     assert plane.peers() == {"e0": 2}
     ticket = plane.try_send("e0", part)
     answers = []
@@ -123,9 +137,9 @@ def test_a_killed_expert_is_noticed_while_waiting_and_its_successor_is_reached(s
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_router_frees_its_lane_and_a_late_answer_is_ignored(spawn, tmp_path):
-    plane = ShmExpertPlane("e0", 1, str(tmp_path / "e0"), HIDDEN, DIGEST)
-    router = spawn("router", "r0", 100, 0, "sum", tmp_path / "e0")
+def test_a_killed_router_frees_its_lane_and_a_late_answer_is_ignored(spawn, tmp_path, kind):
+    plane, address = new_expert(kind, "e0", 1, str(tmp_path / "e0"), HIDDEN)
+    router = spawn("router", "r0", 100, 0, "sum", f"e0={address}")
     arrivals = []
     until(lambda: plane.wait(1.0) or arrivals.extend(plane.poll()) or arrivals)
     assert plane.peers() == ["r0"]
