@@ -4,6 +4,7 @@
     arguments     what launchers check before a kernel runs, and the error they raise
     registry      what each kernel module gives to be compiled ahead of time
     gate          logits to experts and weights, one row a program
+    counting      where each pair stands among the pairs of its expert or slot
     replicas      logical experts to physical slots, split evenly over an expert's places
     permute       tokens into the order of their slots, padded to a tile, and back with weights
     quantise      bf16 rows to FP8 (e4m3) with one scale for 128 values

@@ -42,13 +42,19 @@ class Tile:
         return self.blocks[block]
 
 
+def _everywhere(tile: Tile, interpreted: Tile) -> dict[int, Tile]:
+    return {INTERPRETED: interpreted, **dict.fromkeys(ARCHITECTURES, tile)}
+
+
 TABLE: Final[Mapping[str, Mapping[int, Tile]]] = {
-    "gate": {
-        INTERPRETED: Tile(num_warps=1),
-        80: Tile(num_warps=1),
-        90: Tile(num_warps=1),
-        100: Tile(num_warps=1),
-    },
+    # One row a program and few values a row: one warp, so that no sum crosses warps.
+    "gate": _everywhere(Tile(num_warps=1), Tile()),
+    "counting": _everywhere(
+        Tile({"BLOCK": 64, "COLUMNS": 4, "ROWS": 128}), Tile({"BLOCK": 8, "COLUMNS": 4, "ROWS": 2})
+    ),
+    "permute.plan": _everywhere(Tile({"TILES": 8}), Tile({"TILES": 4})),
+    # 16 bytes a thread and load.
+    "permute": _everywhere(Tile({"BLOCK": 1024}), Tile({"BLOCK": 16})),
 }
 
 

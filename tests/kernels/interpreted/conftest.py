@@ -29,6 +29,9 @@ REPORT_FD = "MOEMESH_INTERPRETED_REPORT_FD"
 DEADLINE_S = 180.0
 """For one test; far beyond what any takes on a busy machine."""
 
+POISON = 0x55
+"""Of integers, even of eight bits."""
+
 WORKER: pytest.StashKey[Worker] = pytest.StashKey()
 BAD: pytest.StashKey[list[str]] = pytest.StashKey()
 SKIPPED: pytest.StashKey[str] = pytest.StashKey()
@@ -148,3 +151,18 @@ def rng() -> torch.Generator:
     if in_worker():
         print(f"MOEMESH_SEED={seed}")
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What launchers allocate is full of NaN, or of a number that is none of the right ones: a
+    kernel that leaves a value out cannot pass.
+    """
+    allocate = torch.empty
+
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = allocate(*args, **kwargs)
+        return made.fill_(float("nan") if made.is_floating_point() else POISON)
+
+    if in_worker():
+        monkeypatch.setattr(torch, "empty", empty)
