@@ -17,6 +17,6 @@ arguments, allocate the result, and neither wait for the device nor read anythin
 Tensors on the CPU run in Triton's interpreter, which must have been chosen (``TRITON_INTERPRET=1``)
 before triton was imported.
 
-In a kernel bf16 values are widened to fp32 as soon as they are loaded: all arithmetic is fp32, and
-the interpreter, which keeps bf16 as raw bits, computes the same.
+In a kernel bf16 and FP8 values are widened to fp32 as soon as they are loaded, or given to a matrix
+product as they are: Triton's interpreter keeps them as raw bits and would compute with those.
 """

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Final
 
-KERNEL_MODULES: Final[tuple[str, ...]] = ("gate", "counting", "permute")
+KERNEL_MODULES: Final[tuple[str, ...]] = ("gate", "counting", "permute", "quantise", "grouped_gemm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,6 +100,13 @@ def in_worker() -> bool:
     return REPORT_FD in os.environ
 
 
+def pytest_configure() -> None:
+    if in_worker():
+        from tests.support.interpreter import correct_interpreter
+
+        correct_interpreter()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if in_worker():
