@@ -404,10 +404,11 @@ def variants(architecture: int) -> tuple[Variant, ...]:
 
 
 def _matrix_instruction(architecture: int, *, fp8: bool) -> str:
-    """A pattern of the PTX instruction that multiplies the tiles."""
-    kind = "e4m3" if fp8 else "bf16"
+    """The SASS instruction that multiplies the tiles: Ampere's of a warp, Hopper's of four warps,
+    Blackwell's of a thread. Their names tell FP8 from 16 bits.
+    """
     if architecture == 80:
-        return rf"mma\.sync\.\S*\.{kind}"
+        return r"HMMA\.\S*\.BF16"
     if architecture == 90:
-        return rf"wgmma\.mma_async\.\S*\.{kind}"
-    return r"tcgen05\.mma\.\S*kind::" + ("f8f6f4" if fp8 else "f16")
+        return r"QGMMA\.\S*\.E4M3" if fp8 else r"HGMMA\.\S*\.BF16"
+    return r"UTCQMMA\S*" if fp8 else r"UTCHMMA\S*"

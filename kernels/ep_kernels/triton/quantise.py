@@ -132,6 +132,6 @@ def variants(architecture: int) -> tuple[Variant, ...]:
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
             hot=True,
-            expects=r"cvt\.rn\.satfinite\.e4m3x2\.f32",
+            expects=r"F2FP\.\S*E4M3\S*",
         ),
     )

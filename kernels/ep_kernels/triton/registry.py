@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Final
 
-KERNEL_MODULES: Final[tuple[str, ...]] = ("gate", "counting", "permute", "quantise", "grouped_gemm")
+KERNEL_MODULES: Final[tuple[str, ...]] = (
+    "gate",
+    "counting",
+    "permute",
+    "quantise",
+    "grouped_gemm",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +43,8 @@ class Variant:
     hot: bool
     """Runs for every layer of every step: it must not spill registers."""
     expects: str = ""
-    """A pattern that the PTX must contain, such as the matrix instruction that makes it fast."""
+    """A pattern of an instruction that the compiled kernel (SASS) must contain, such as the matrix
+    instruction that makes it fast."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further compiler options, such as ``maxnreg``."""
 
