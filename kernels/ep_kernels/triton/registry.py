@@ -15,6 +15,7 @@ from typing import Any, Final
 KERNEL_MODULES: Final[tuple[str, ...]] = (
     "gate",
     "counting",
+    "replicas",
     "permute",
     "quantise",
     "grouped_gemm",

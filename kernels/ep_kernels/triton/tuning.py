@@ -62,6 +62,8 @@ TABLE: Final[Mapping[str, Mapping[int, Tile]]] = {
     "counting": _everywhere(
         Tile({"BLOCK": 64, "COLUMNS": 4, "ROWS": 128}), Tile({"BLOCK": 8, "COLUMNS": 4, "ROWS": 2})
     ),
+    # One program, one sum after the other: one warp, for the same reason.
+    "replicas.divide": _everywhere(Tile(num_warps=1), Tile()),
     "permute.plan": _everywhere(Tile({"TILES": 8}), Tile({"TILES": 4})),
     # 16 bytes a thread and load.
     "permute": _everywhere(Tile({"BLOCK": 1024}), Tile({"BLOCK": 16})),
@@ -69,47 +71,47 @@ TABLE: Final[Mapping[str, Mapping[int, Tile]]] = {
     # Decoding reads each weight once for few rows: low tiles, many stages in flight. Wgmma and
     # tcgen05 want at least 64 rows.
     "grouped_gemm.gate_up.bf16.decode": {
-        INTERPRETED: _ffn(4, 16, 32, 4, 1, transposed=True),
+        INTERPRETED: _ffn(8, 32, 32, 4, 1, transposed=True),
         80: _ffn(16, 64, 64, 4, 4),
         90: _ffn(16, 64, 128, 4, 4, transposed=True),
         100: _ffn(16, 64, 128, 4, 4, transposed=True),
     },
     "grouped_gemm.down.bf16.decode": {
-        INTERPRETED: _ffn(4, 16, 32, 4, 1, transposed=True),
+        INTERPRETED: _ffn(8, 32, 32, 4, 1, transposed=True),
         80: _ffn(16, 128, 64, 4, 4),
         90: _ffn(16, 128, 128, 4, 4, transposed=True),
         100: _ffn(16, 128, 128, 4, 4, transposed=True),
     },
     "grouped_gemm.gate_up.bf16.prefill": {
-        INTERPRETED: _ffn(8, 32, 16, 4, 1),
+        INTERPRETED: _ffn(16, 32, 16, 4, 1),
         80: _ffn(64, 64, 64, 4, 4),
         90: _ffn(128, 128, 64, 8, 3),
         100: _ffn(128, 128, 64, 8, 3),
     },
     "grouped_gemm.down.bf16.prefill": {
-        INTERPRETED: _ffn(8, 16, 32, 4, 1),
+        INTERPRETED: _ffn(16, 32, 32, 4, 1),
         80: _ffn(64, 128, 64, 4, 4),
         90: _ffn(128, 256, 64, 8, 4),
         100: _ffn(128, 256, 64, 8, 4),
     },
     # BLOCK_K is what shares a scale. So is gate_up's BLOCK_N, whose results are quantised at once.
     "grouped_gemm.gate_up.fp8.decode": {
-        INTERPRETED: _ffn(4, 128, 128, 4, 1, transposed=True),
+        INTERPRETED: _ffn(8, 128, 128, 4, 1, transposed=True),
         90: _ffn(16, 128, 128, 4, 4, transposed=True),
         100: _ffn(16, 128, 128, 4, 4, transposed=True),
     },
     "grouped_gemm.down.fp8.decode": {
-        INTERPRETED: _ffn(4, 128, 128, 4, 1, transposed=True),
+        INTERPRETED: _ffn(8, 128, 128, 4, 1, transposed=True),
         90: _ffn(16, 128, 128, 4, 4, transposed=True),
         100: _ffn(16, 128, 128, 4, 4, transposed=True),
     },
     "grouped_gemm.gate_up.fp8.prefill": {
-        INTERPRETED: _ffn(8, 128, 128, 4, 1),
+        INTERPRETED: _ffn(16, 128, 128, 4, 1),
         90: _ffn(64, 128, 128, 8, 4),
         100: _ffn(64, 128, 128, 8, 4),
     },
     "grouped_gemm.down.fp8.prefill": {
-        INTERPRETED: _ffn(8, 128, 128, 4, 1),
+        INTERPRETED: _ffn(16, 128, 128, 4, 1),
         90: _ffn(64, 128, 128, 4, 4),
         100: _ffn(64, 128, 128, 4, 4),
     },
