@@ -157,6 +157,9 @@ def _grouped(
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if FP8:
+            tl.static_assert(BLOCK_K == 128, "a product and its scale are over 128 values")
+            tl.static_assert(128 % BLOCK_N == 0, "a block of columns has one scale")
+            tl.static_assert(BLOCK_N == 128 or not SWIGLU, "a block of columns is one group")
             groups: tl.constexpr = K // BLOCK_K
             s_at = (
                 w_scale + slot * (heights * (N // 128) * groups) + block * BLOCK_N // 128 * groups

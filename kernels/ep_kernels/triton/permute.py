@@ -22,6 +22,8 @@ from ep_kernels.triton.counting import count_pairs, earlier_in_block, load_group
 from ep_kernels.triton.registry import Variant
 from ep_kernels.triton.tuning import architecture_of, tile
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class Plan(NamedTuple):
     """Where rows go. ``rows`` and ``tiles`` are upper bounds that hold for any choice of slots."""
@@ -155,11 +157,12 @@ def _permute(
 
 
 def permute(x: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """``x [tokens, width]`` of any type -> ``[plan.rows, width]``, each token's row at each of its
-    pairs' places. Padding is left as the allocator gave it. Raises ``KernelArgumentError``.
+    """``x [tokens, width]`` fp32, bf16, fp16 or e4m3 -> ``[plan.rows, width]``: each token's row at
+    each of its pairs' places. Padding is left as the allocator gave it. Raises
+    ``KernelArgumentError``.
     """
     tokens, top_k = plan.row_of_pair.shape
-    check_tensor("x", x, (tokens, None), x.dtype, like=plan.row_of_pair)
+    check_tensor("x", x, (tokens, None), *_FLOATS, torch.float8_e4m3fn, like=plan.row_of_pair)
     width = x.shape[1]
     shape = tile("permute", architecture_of(x.device))
     out = torch.empty((plan.rows, width), dtype=x.dtype, device=x.device)
@@ -210,10 +213,9 @@ def unpermute(
     Raises ``KernelArgumentError``.
     """
     tokens, top_k = plan.row_of_pair.shape
-    floats = (torch.float32, torch.bfloat16, torch.float16)
-    check_tensor("y", y, (plan.rows, None), *floats, like=plan.row_of_pair)
+    check_tensor("y", y, (plan.rows, None), *_FLOATS, like=plan.row_of_pair)
     check_tensor("weights", weights, (tokens, top_k), torch.float32, like=y)
-    if dtype not in floats:
+    if dtype not in _FLOATS:
         raise KernelArgumentError("dtype", str(dtype), "float32, bfloat16 or float16")
     width = y.shape[1]
     shape = tile("permute", architecture_of(y.device))
