@@ -66,8 +66,8 @@ TABLE: Final[Mapping[str, Mapping[int, Tile]]] = {
     "replicas.divide": _everywhere(Tile(num_warps=1), Tile()),
     "permute.plan": _everywhere(Tile({"TILES": 8}), Tile({"TILES": 4})),
     # 16 bytes a thread and load.
-    "permute": _everywhere(Tile({"BLOCK": 1024}), Tile({"BLOCK": 16})),
-    "quantise": _everywhere(Tile({"BLOCK": 8}), Tile({"BLOCK": 4})),
+    "permute": _everywhere(Tile({"BLOCK": 1024}), Tile({"BLOCK": 64})),
+    "quantise": _everywhere(Tile({"BLOCK": 8}), Tile({"BLOCK": 16})),
     # Decoding reads each weight once for few rows: low tiles, many stages in flight. Wgmma and
     # tcgen05 want at least 64 rows.
     "grouped_gemm.gate_up.bf16.decode": {

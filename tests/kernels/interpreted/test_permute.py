@@ -66,11 +66,11 @@ def test_there_are_tiles_for_every_choice_of_slots(rng: torch.Generator) -> None
 def test_each_pair_finds_its_tokens_row(
     dtype: torch.dtype, tokens: int, k: int, num_slots: int, block_m: int, rng: torch.Generator
 ) -> None:
-    x = torch.randn(tokens, 24, generator=rng).to(dtype)
+    x = torch.randn(tokens, 70, generator=rng).to(dtype)
     slots = torch.randint(-1, num_slots, (tokens, k), generator=rng).int()
     made = plan(slots, num_slots, block_m)
     rows = permute(x, made)
-    assert rows.shape == (made.rows, 24)
+    assert rows.shape == (made.rows, 70)
     for token in range(tokens):
         for row in made.row_of_pair[token].tolist():
             assert row < 0 or torch.equal(rows[row].float(), x[token].float())
@@ -85,9 +85,9 @@ def test_weighted_sums_are_the_references_and_padding_does_not_leak(
     weights = torch.rand(tokens, k, generator=rng)
     weights[slots < 0] = float("nan")  # of pairs that are elsewhere
     made = plan(slots, num_slots, block_m)
-    y = poisoned((made.rows, 24), dtype)
+    y = poisoned((made.rows, 70), dtype)
     used = made.row_of_pair[made.row_of_pair >= 0].long()
-    y[used] = torch.randn(used.numel(), 24, generator=rng).to(dtype)
+    y[used] = torch.randn(used.numel(), 70, generator=rng).to(dtype)
     wanted = reference_unpermute(y, weights, made)
     assert not wanted.isnan().any()
     torch.testing.assert_close(unpermute(y, weights, made), wanted, rtol=1e-6, atol=1e-6)
