@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := build_native.py $(wildcard planner_svc/native/*.[ch] kernels/ep_kernels/native/*.[ch])
 
-.PHONY: serve test soak chaos load docs lint install clean
+.PHONY: serve test soak chaos load docs lint kernels-aot install clean
 
 serve: $(VENV)/.serve
 	@exec $(BIN)/moemesh up --port $(PORT) $(if $(NAME),--set mesh.name=$(NAME))
@@ -35,6 +35,11 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Compiles the Triton kernels for sm_80, sm_90 and sm_100 (no GPU needed): fails on a spill in a hot
+# kernel, and writes the table in the document.
+kernels-aot: install
+	$(BIN)/python -m ep_kernels.triton.aot docs/kernels.md
 
 install: $(VENV)/.test
 

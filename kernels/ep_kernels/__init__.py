@@ -1,4 +1,4 @@
-"""Data planes and expert kernels; needs torch and numpy only.
+"""Data planes and expert kernels; needs torch and numpy only, and ``triton`` Triton.
 
 Layers, each importing only those above it:
 
@@ -11,6 +11,7 @@ Layers, each importing only those above it:
     bundle        one expert as bytes, to travel to another process
     shadow        one token that an expert computes before it may serve
     shm           the plane for processes of one host: lanes in shared memory
+    triton        the same work on a GPU: kernels with their ahead-of-time compilation
 
 Importing this package imports nothing; each process imports the modules that it needs.
 """

@@ -1,0 +1,22 @@
+"""Triton kernels for what the CPU path does in C and torch, each with a plain-torch reference.
+
+    tuning        tile shapes of every kernel on every architecture: one table
+    arguments     what launchers check before a kernel runs, and the error they raise
+    registry      what each kernel module gives to be compiled ahead of time
+    gate          logits to experts and weights, one row a program
+    counting      where each pair stands among the pairs of its expert or slot
+    replicas      logical experts to physical slots, split evenly over an expert's places
+    permute       tokens into the order of their slots, padded to a tile, and back with weights
+    quantise      bf16 rows to FP8 (e4m3) with one scale for 128 values
+    grouped_gemm  the SwiGLU experts of one MoE layer on one rank, bf16 or FP8
+    aot           compiles all of it without a GPU and writes what the compiler says into the docs
+
+Only this package imports triton, and importing this package imports nothing. A module whose name is
+a kernel's holds the kernel, its launcher, its reference and ``variants``. Launchers check their
+arguments, allocate the result, and neither wait for the device nor read anything back from it.
+Tensors on the CPU run in Triton's interpreter, which must have been chosen (``TRITON_INTERPRET=1``)
+before triton was imported.
+
+In a kernel bf16 and FP8 values are widened to fp32 as soon as they are loaded, or given to a matrix
+product as they are: Triton's interpreter keeps them as raw bits and would compute with those.
+"""

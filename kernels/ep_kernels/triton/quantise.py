@@ -1,0 +1,137 @@
+"""Rows to FP8 with one scale for each 128 values, as DeepSeek-V3 quantises activations (arXiv
+2412.19437, section 3.3.2): e4m3 values whose largest is 448, and ``value = quantised * scale``.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from ep_kernels.triton.arguments import KernelArgumentError, check_tensor
+from ep_kernels.triton.registry import Variant
+from ep_kernels.triton.tuning import FP8_ARCHITECTURES, architecture_of, tile
+
+GROUP: Final = 128
+"""Values that share a scale."""
+LARGEST: Final = 448.0
+"""The largest finite e4m3."""
+_SMALLEST: Final = 2.0**-100
+"""A group whose values are all smaller is scaled as if one were this large: its scale, and one over
+it, are normal numbers."""
+
+_LARGEST = tl.constexpr(LARGEST)
+_FLOOR = tl.constexpr(_SMALLEST)
+
+
+@triton.jit
+def scaled(value: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """``value [rows, GROUP]`` fp32 -> its scale ``[rows]``, and the values over it."""
+    # A NaN does not win a maximum; it stays one when it is scaled.
+    largest = tl.max(tl.abs(value), axis=1)
+    scale = tl.maximum(largest, _FLOOR) / _LARGEST
+    return value / scale[:, None], scale
+
+
+@triton.jit
+def _quantise(
+    x: tl.tensor,  # [rows, GROUPS * GROUP]
+    out: tl.tensor,  # [rows, GROUPS * GROUP] e4m3
+    scales: tl.tensor,  # [rows, GROUPS] fp32
+    groups: tl.tensor,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    exists = group < groups
+    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    value = tl.load(x + at, mask=exists[:, None], other=0.0).to(tl.float32)
+    small, scale = scaled(value)
+    tl.store(out + at, small.to(out.dtype.element_ty), mask=exists[:, None])
+    tl.store(scales + group, scale, mask=exists)
+
+
+def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x [rows, width]`` fp32, bf16 or fp16 -> e4m3 of the same shape, and scales ``[rows, width /
+    128]`` fp32. A NaN or infinite value is NaN in its group. Raises ``KernelArgumentError``.
+    """
+    check_tensor("x", x, (None, None), torch.float32, torch.bfloat16, torch.float16)
+    rows, width = x.shape
+    if width % GROUP:
+        raise KernelArgumentError("x", f"{width} wide", f"a width divisible by {GROUP}")
+    shape = tile("quantise", architecture_of(x.device))
+    out = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((rows, width // GROUP), dtype=torch.float32, device=x.device)
+    groups = scales.numel()
+    if groups:
+        _quantise[(triton.cdiv(groups, shape["BLOCK"]),)](
+            x,
+            out,
+            scales,
+            groups,
+            GROUP=GROUP,
+            BLOCK=shape["BLOCK"],
+            num_warps=shape.num_warps,
+        )
+    return out, scales
+
+
+def reference_quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``quantise`` computes, in plain torch."""
+    grouped = x.float().reshape(x.shape[0], x.shape[1] // GROUP, GROUP)  # [rows, width / 128, 128]
+    scales = grouped.abs().amax(-1).clamp(min=_SMALLEST) / LARGEST
+    return (grouped / scales[..., None]).flatten(1).to(torch.float8_e4m3fn), scales
+
+
+def dequantise(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """fp32 of ``values [..., rows, width]``, where one scale holds for 128 values of the last
+    dimension (``scales [..., rows, width / 128]``) or for a block of 128 x 128 (``[..., rows / 128,
+    width / 128]``). Plain torch.
+    """
+    spread = scales.repeat_interleave(GROUP, -1)
+    if scales.shape[-2] != values.shape[-2]:
+        spread = spread.repeat_interleave(GROUP, -2)
+    return values.float() * spread
+
+
+def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``weight [..., rows, width]``, both divisible by 128 -> e4m3 and the scales of its blocks of
+    128 x 128, ``[..., rows / 128, width / 128]`` fp32: DeepSeek-V3's checkpoint format. Plain
+    torch; it is done once, when weights are loaded. Raises ``KernelArgumentError``.
+    """
+    rows, width = weight.shape[-2:]
+    if rows % GROUP or width % GROUP:
+        raise KernelArgumentError(
+            "weight", f"of shape {list(weight.shape)}", f"rows and width divisible by {GROUP}"
+        )
+    blocks = weight.float().reshape(*weight.shape[:-2], rows // GROUP, GROUP, width // GROUP, GROUP)
+    scales = blocks.abs().amax((-3, -1)).clamp(min=_SMALLEST) / LARGEST
+    small = blocks / scales[..., :, None, :, None]  # [..., rows / 128, 128, width / 128, 128]
+    return small.flatten(-2).flatten(-3, -2).to(torch.float8_e4m3fn), scales
+
+
+def variants(architecture: int) -> tuple[Variant, ...]:
+    """Activations of any width."""
+    if architecture not in FP8_ARCHITECTURES:
+        return ()
+    shape = tile("quantise", architecture)
+    return (
+        Variant(
+            kernel="quantise",
+            name="bf16 to e4m3",
+            function=_quantise,
+            signature={
+                "x": "*bf16:16",
+                "out": "*fp8e4nv:16",
+                "scales": "*fp32:16",
+                "groups": "i32",
+            },
+            constexprs={"GROUP": GROUP, "BLOCK": shape["BLOCK"]},
+            num_warps=shape.num_warps,
+            num_stages=shape.num_stages,
+            hot=True,
+            expects=r"F2FP\.\S*E4M3\S*",
+        ),
+    )
