@@ -118,6 +118,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
             progress=self.progress,
             load=self.load,
             bundles=hello.bundles,
+            group=hello.group,
         )
 
 

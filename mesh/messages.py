@@ -59,6 +59,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     load: Load | None = None
     bundles: str = ""
     """Expert: the ZeroMQ address at which other expert workers fetch experts from its memory."""
+    group: tuple[int, ...] = ()
+    """Router: pids of the processes that compute with it (``router.tp`` - 1 of them)."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -129,6 +131,8 @@ class Hello(_Message, frozen=True, kw_only=True):
     """Expert: see ``Member.bundles``."""
     speed: float = 1.0
     """Expert: how fast it computes, relative to its peers."""
+    group: tuple[int, ...] = ()
+    """Router: see ``Member.group``."""
     placement: Placement | None = None
     """Newest placement the member knows (``mesh.member`` fills it in), from which a restarted
     planner rebuilds its own and learns that the mesh is older than itself."""

@@ -5,6 +5,7 @@ API
     ``Context``                    what ``main(ctx)`` is given
     ``CannotServe(reason)``        raised by ``main``: exit with a message and no traceback
     ``ExitCode``                   what the launcher and systemd see
+    ``die_with(pid, signal)``      for a process that must not outlive the one that started it
 
     Flags: ``--config FILE``, ``--id ID``, ``--set section.key=value`` (repeatable),
     ``--parent-pid PID`` (die with that launcher), ``--listen-fd FD`` (gateway).
@@ -55,6 +56,7 @@ __all__ = [
     "CannotServe",
     "Context",
     "ExitCode",
+    "die_with",
     "drain_limit_s",
     "run_service",
     "sd_notify",
@@ -131,7 +133,7 @@ def run_service(
     incarnation = time.time_ns()
     flags = _parse(role, sys.argv[1:] if argv is None else argv)
     if flags.parent_pid:
-        _die_with(flags.parent_pid)
+        die_with(flags.parent_pid, signal.SIGINT)
     try:
         effective = load(flags.config, dict(flags.set), os.environ)
         run_dir = create_run_dir(effective.settings)
@@ -307,12 +309,12 @@ def _assignment(text: str) -> tuple[str, str]:
     return key.strip(), value.strip()
 
 
-def _die_with(parent_pid: int) -> None:
-    """Have the kernel send SIGINT when the launcher's thread that started us ends: the mesh ends
-    with it, so there is nobody to drain for.
+def die_with(parent_pid: int, number: signal.Signals) -> None:
+    """Have the kernel send a signal when the thread that started us ends: for a child of the
+    launcher SIGINT, since the mesh ends with it and there is nobody to drain for.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:  # it ended before we asked
         raise SystemExit(ExitCode.OK)

@@ -41,11 +41,12 @@ from mesh.service import CannotServe, Context
 from mesh.settings import Settings
 from mesh.supervise import Supervisor
 from moe_model.errors import CheckpointError
-from moe_model.model import load_router_model
+from moe_model.shard import shard_fault
 from moe_model.shipped import checkpoint_dir
 from moe_model.spec import ModelSpec, load_spec, serving_digest
 from router_svc.engine import Engine, answer_timeout_s
 from router_svc.exchange import EngineBusyError, Results
+from router_svc.group import Alone, Followers, Group
 from router_svc.loads import Loads
 from router_svc.metrics import RouterCollector
 from router_svc.recordings import Recordings
@@ -75,12 +76,12 @@ class Router:
     """The actors of one router and what they share. Everything here runs on the event loop."""
 
     def __init__(
-        self, ctx: Context, spec: ModelSpec, digest: str, path: Path, shape: LaneShape
+        self, ctx: Context, spec: ModelSpec, digest: str, group: Group, shape: LaneShape
     ) -> None:
         self._ctx = ctx
         self._spec = spec
         self._digest = digest
-        self._path = path
+        self._group = group
         self._shape = shape
         self._loop = asyncio.get_running_loop()
         self._engine: Engine | None = None
@@ -221,12 +222,7 @@ class Router:
     def _make_engine(self) -> Engine:
         """On the compute thread."""
         ctx, exact = self._ctx, self._shape.exact
-        model = load_router_model(
-            self._path,
-            weights=ctx.settings.model.weights,
-            exact=exact,
-            progress=self._load_progress,
-        )
+        model = self._group.load(self._load_progress)
         try:
             plane = ShmRouterPlane(ctx.id, ctx.incarnation, self._shape, self._digest)
         except PlaneError as error:
@@ -382,6 +378,7 @@ class Router:
             model_digest=self._digest,
             control=self._link.address,
             metrics=ctx.metrics_url,
+            group=self._group.pids,
         )
 
     def _load(self) -> Load:
@@ -409,6 +406,16 @@ def lane_shape(settings: Settings, spec: ModelSpec) -> LaneShape:
     return shape
 
 
+def router_group(ctx: Context, path: Path, spec: ModelSpec) -> Group:
+    """The processes of this router. Raises ``CannotServe`` for more than can share the model."""
+    router = ctx.settings.router
+    if router.tp == 1:
+        return Alone(ctx, path)
+    if fault := shard_fault(spec, router.tp):
+        raise CannotServe(f"router.tp = {router.tp} ({ctx.effective.origin['router.tp']}): {fault}")
+    return Followers(ctx, path, spec, timeout_s=answer_timeout_s(router))
+
+
 async def main(ctx: Context) -> None:
     """Serve until ``ctx.stopping``. Raises ``CannotServe``, ``RefusedByPlanner`` or a crash."""
     model = ctx.settings.model
@@ -418,9 +425,12 @@ async def main(ctx: Context) -> None:
     except CheckpointError as error:
         raise CannotServe(str(error)) from error
     # Impossible settings must show before gigabytes of weights have been read.
-    router = Router(ctx, spec, digest, path, lane_shape(ctx.settings, spec))
+    shape, group = lane_shape(ctx.settings, spec), router_group(ctx, path, spec)
+    router = Router(ctx, spec, digest, group, shape)
     try:
+        await group.start()
         async with Supervisor(ctx.log, quiet=(RefusedByPlanner,)) as actors:
+            actors.start("router.group", group.watch)
             actors.start("router.member", router.belong)
             actors.start("router.requests", router.serve)
             actors.start("router.watch", router.watch)
@@ -433,3 +443,4 @@ async def main(ctx: Context) -> None:
             await ctx.until_drained(router.ended())
     finally:
         router.close()
+        await group.close()
