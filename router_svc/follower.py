@@ -144,7 +144,7 @@ def main(argument: str) -> ExitCode:
             leader = Leader(
                 Rendezvous(Path(task.rendezvous), task.size), task.rank, task.capacity_words
             )
-            log.info("follower.joined", pid=os.getpid())
+            log.info("follower.connected", pid=os.getpid())
             Follower(RouterShard(parts), leader, log).serve()
     except CheckpointError as error:
         log.error("follower.cannot_serve", reason=str(error))  # noqa: TRY400 - no bug

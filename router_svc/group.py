@@ -24,7 +24,7 @@ from moe_model.shard_model import load_shard
 from moe_model.spec import ModelSpec
 from router_svc.follower import Assignment
 from router_svc.group_model import GroupModel, largest_question_words
-from router_svc.peers import GlooFollowers, GroupLost, Rendezvous
+from router_svc.peers import GlooFollowers, GroupLost, Rendezvous, Stage
 
 Progress = Callable[[float], None]
 
@@ -132,10 +132,9 @@ class Followers:
                 exact=model.exact,
                 progress=progress,
             )
-            while not rendezvous.all_joined():
-                progress(1.0)
-                time.sleep(_LOOK_S)
+            _until(rendezvous, "loaded", progress)
             followers = GlooFollowers(rendezvous, self._capacity_words, timeout_s=self._timeout_s)
+            _until(rendezvous, "connected", progress)
         finally:
             rendezvous.close()
         return GroupModel(parts, followers)
@@ -162,3 +161,12 @@ class Followers:
             logs=settings.logs,
         )
         return msgspec.json.encode(task).decode()
+
+
+def _until(rendezvous: Rendezvous, what: Stage, progress: Progress) -> None:
+    """Without a limit of time: ``watch`` notices a follower that ends, and ``progress`` raises
+    then.
+    """
+    while not rendezvous.all_said(what):
+        progress(1.0)
+        time.sleep(_LOOK_S)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -99,6 +99,9 @@ class Followers(Protocol):
         """What the followers answered, in order of rank, fp32."""
 
 
+Stage = Literal["loaded", "connected"]
+
+
 class Rendezvous:
     """Where the ranks of a group meet: a file in the run directory, whose mode guards it."""
 
@@ -107,13 +110,13 @@ class Rendezvous:
         self.size = size
         self._store = _DIST.FileStore(str(path), size)
 
-    def join(self, rank: int) -> None:
-        """Say that this follower is about to connect."""
-        self._store.set(_joined(rank), "1")
+    def say(self, what: Stage, rank: int) -> None:
+        """How far this follower is."""
+        self._store.set(f"{what}/{rank}", "1")
 
-    def all_joined(self) -> bool:
+    def all_said(self, what: Stage) -> bool:
         """Whether all followers have said so. Does not wait."""
-        return bool(self._store.check([_joined(rank) for rank in range(1, self.size)]))
+        return bool(self._store.check([f"{what}/{rank}" for rank in range(1, self.size)]))
 
     def connect(self, rank: int, timeout: timedelta) -> Any:
         """A ``ProcessGroupGloo`` beside torch's global group. Raises ``GroupLost``."""
@@ -128,19 +131,17 @@ class Rendezvous:
             raise GroupLost(f"the ranks of the router's group do not meet: {error}") from error
 
     def close(self) -> None:
-        """Nobody meets here any more: for the leader, once connected or before it gives up."""
+        """Nobody meets here any more: for the leader, once all have connected, to one another too,
+        or before it gives up.
+        """
         self._path.unlink(missing_ok=True)
-
-
-def _joined(rank: int) -> str:
-    return f"joined/{rank}"
 
 
 class GlooFollowers:
     """``Followers`` in other processes of this host."""
 
     def __init__(self, rendezvous: Rendezvous, capacity_words: int, *, timeout_s: float) -> None:
-        """Once all have ``joined``. ``capacity_words``: the largest payload; ``timeout_s``: how
+        """Once all have ``loaded``. ``capacity_words``: the largest payload; ``timeout_s``: how
         long a follower may take for anything. Raises ``GroupLost``.
         """
         self._timeout = timedelta(seconds=timeout_s)
@@ -212,8 +213,9 @@ class Leader:
 
     def __init__(self, rendezvous: Rendezvous, rank: int, capacity_words: int) -> None:
         """Waits for the leader, however long that loads. Raises ``GroupLost``."""
-        rendezvous.join(rank)
+        rendezvous.say("loaded", rank)
         self._group = rendezvous.connect(rank, _NO_LIMIT)
+        rendezvous.say("connected", rank)
         self._words = torch.zeros(HEADER + capacity_words, dtype=torch.int32)
         self._next = self._group.recv([self._words], 0, 0)
 
