@@ -418,10 +418,10 @@ def router_group(ctx: Context, path: Path, spec: ModelSpec) -> Group:
 
 async def main(ctx: Context) -> None:
     """Serve until ``ctx.stopping``. Raises ``CannotServe``, ``RefusedByPlanner`` or a crash."""
-    model = ctx.settings.model
+    model, tp = ctx.settings.model, ctx.settings.router.tp
     try:
         path = checkpoint_dir(model.path)
-        spec, digest = load_spec(path), serving_digest(path, model.weights, model.exact)
+        spec, digest = load_spec(path), serving_digest(path, model.weights, model.exact, tp)
     except CheckpointError as error:
         raise CannotServe(str(error)) from error
     # Impossible settings must show before gigabytes of weights have been read.
