@@ -45,7 +45,8 @@ _FLUSH_S = 2.0
 
 
 def served_model(settings: ModelSettings, tp: int) -> tuple[ServedModel, str]:
-    """The model that ``settings`` name, served by routers of ``tp`` processes, and what the mesh must have in common to serve it.
+    """The model that ``settings`` name, and what the mesh must have in common to serve it, with
+    routers of ``tp`` processes each.
 
     Raises ``CannotServe`` naming the file that is missing or wrong.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from moe_model.model import Weights
 from moe_model.plan import StepPlan
 from moe_model.shard_model import RouterShard, load_shard
 from router_svc.group_model import decode_chunks
-from router_svc.peers import GroupLost, Leader, Op, Question, Rendezvous
+from router_svc.peers import GroupLost, LeaderLink, Op, Question
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,10 +39,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     rank: int
     size: int
     leader_pid: int
-    rendezvous: str
-    """Path at which the ranks meet."""
-    capacity_words: int
-    """See ``Leader``."""
+    link_fd: int
+    """The inherited end of its socket to the leader."""
     model: str
     """Path of the checkpoint."""
     weights: Weights
@@ -53,33 +52,27 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Follower:
     """Answers the leader's questions with ``model``'s parts."""
 
-    def __init__(self, model: RouterShard, leader: Leader, log: FilteringBoundLogger) -> None:
+    def __init__(self, model: RouterShard, leader: LeaderLink, log: FilteringBoundLogger) -> None:
         self._model = model
         self._leader = leader
         self._log = log
         self._hidden = model.spec.hidden_size
         self._kv: KVCache | None = None
         self._plans: dict[int, StepPlan] = {}
-        self._refused = ""
 
     def serve(self) -> None:
         """Until the leader is gone: raises ``GroupLost`` then."""
         while True:
             question = self._leader.next()
-            answer = self._handle(question)
-            self._leader.done(answer)
-
-    def _handle(self, question: Question) -> torch.Tensor | None:
-        match question.op:
-            case Op.CACHE:
-                self._kv = self._model.new_kv_cache(question.a, question.b)
-            case Op.CLEAR:
-                self._cache.clear(question.payload.tolist())
-            case Op.PLAN:
-                self._keep_plan(question)
-            case _:
-                return self._part(question)
-        return None
+            match question.op:
+                case Op.CACHE:
+                    self._kv = self._model.new_kv_cache(question.a, question.b)
+                case Op.CLEAR:
+                    self._cache.clear(question.payload.tolist())
+                case Op.PLAN:
+                    self._keep_plan(question)
+                case _:
+                    self._leader.answer(self._part(question))
 
     @property
     def _cache(self) -> KVCache:
@@ -141,10 +134,8 @@ def main(argument: str) -> ExitCode:
             Path(task.model), task.rank, task.size, weights=task.weights, exact=task.exact
         )
         with torch.inference_mode():
-            leader = Leader(
-                Rendezvous(Path(task.rendezvous), task.size), task.rank, task.capacity_words
-            )
-            log.info("follower.connected", pid=os.getpid())
+            leader = LeaderLink(socket.socket(fileno=task.link_fd))
+            log.info("follower.loaded", pid=os.getpid())
             Follower(RouterShard(parts), leader, log).serve()
     except CheckpointError as error:
         log.error("follower.cannot_serve", reason=str(error))  # noqa: TRY400 - no bug
@@ -160,6 +151,4 @@ def main(argument: str) -> ExitCode:
 
 if __name__ == "__main__":
     code = main(sys.argv[1])
-    sys.stderr.flush()
-    # The connection that broke leaves threads behind that a usual exit would wait for.
-    os._exit(code)
+    raise SystemExit(code)

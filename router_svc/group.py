@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -21,14 +21,11 @@ import msgspec
 from mesh.service import CannotServe, Context, ExitCode
 from moe_model.model import RouterModel, load_router_model
 from moe_model.shard_model import load_shard
-from moe_model.spec import ModelSpec
 from router_svc.follower import Assignment
-from router_svc.group_model import GroupModel, largest_question_words
-from router_svc.peers import GlooFollowers, GroupLost, Rendezvous, Stage
+from router_svc.group_model import GroupModel
+from router_svc.peers import FollowerLinks, GroupLost
 
 Progress = Callable[[float], None]
-
-_LOOK_S = 0.05
 
 
 class Group(Protocol):
@@ -78,34 +75,35 @@ class Alone:
         pass
 
 
-class Followers:
-    """``router.tp`` > 1: a process for each rank but 0, which is this one."""
+class Several:
+    """``router.tp`` > 1: a follower for each rank but 0, which is this process."""
 
-    def __init__(self, ctx: Context, path: Path, spec: ModelSpec, *, timeout_s: float) -> None:
+    def __init__(self, ctx: Context, path: Path, *, timeout_s: float) -> None:
         """``timeout_s``: how long a follower may take for a part before it counts as hung."""
         self._ctx = ctx
         self._path = path
         self._timeout_s = timeout_s
         self._size = ctx.settings.router.tp
-        self._capacity_words = largest_question_words(spec, ctx.settings.router)
-        self._rendezvous = ctx.run_dir / f"{ctx.id}.group-{ctx.incarnation}"
+        self._links: list[socket.socket] = []
         self._processes: list[asyncio.subprocess.Process] = []
         self.pids: tuple[int, ...] = ()
 
     async def start(self) -> None:
-        ctx = self._ctx
-        for stale in ctx.run_dir.glob(f"{ctx.id}.group-*"):  # of one that was killed
-            stale.unlink(missing_ok=True)
         # Followers watch the thread that forks them: this one, which lasts as long as the process.
         for rank in range(1, self._size):
-            self._processes.append(
-                await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-P", "-m", "router_svc.follower", self._assignment(rank)),
-                    stdin=asyncio.subprocess.DEVNULL,
+            ours, theirs = socket.socketpair()
+            self._links.append(ours)
+            with theirs:
+                self._processes.append(
+                    await asyncio.create_subprocess_exec(
+                        *(sys.executable, "-P", "-m", "router_svc.follower"),
+                        self._assignment(rank, theirs.fileno()),
+                        stdin=asyncio.subprocess.DEVNULL,
+                        pass_fds=[theirs.fileno()],
+                    )
                 )
-            )
         self.pids = tuple(process.pid for process in self._processes)
-        ctx.log.info("group.started", size=self._size, pids=self.pids)
+        self._ctx.log.info("group.started", size=self._size, pids=self.pids)
 
     async def watch(self) -> None:
         ended = [asyncio.ensure_future(process.wait()) for process in self._processes]
@@ -122,21 +120,16 @@ class Followers:
 
     def load(self, progress: Progress) -> RouterModel:
         model = self._ctx.settings.model
-        rendezvous = Rendezvous(self._rendezvous, self._size)
-        try:
-            parts = load_shard(
-                self._path,
-                0,
-                self._size,
-                weights=model.weights,
-                exact=model.exact,
-                progress=progress,
-            )
-            _until(rendezvous, "loaded", progress)
-            followers = GlooFollowers(rendezvous, self._capacity_words, timeout_s=self._timeout_s)
-            _until(rendezvous, "connected", progress)
-        finally:
-            rendezvous.close()
+        parts = load_shard(
+            self._path,
+            0,
+            self._size,
+            weights=model.weights,
+            exact=model.exact,
+            progress=progress,
+        )
+        followers = FollowerLinks(self._links, timeout_s=self._timeout_s)
+        followers.until_loaded(lambda: progress(1.0))
         return GroupModel(parts, followers)
 
     async def close(self) -> None:
@@ -144,16 +137,17 @@ class Followers:
             if process.returncode is None:
                 process.kill()  # it holds nothing that is worth a farewell
             await process.wait()
+        for link in self._links:
+            link.close()
 
-    def _assignment(self, rank: int) -> str:
+    def _assignment(self, rank: int, link_fd: int) -> str:
         settings = self._ctx.settings
         task = Assignment(
             router=self._ctx.id,
             rank=rank,
             size=self._size,
             leader_pid=os.getpid(),
-            rendezvous=str(self._rendezvous),
-            capacity_words=self._capacity_words,
+            link_fd=link_fd,
             model=str(self._path),
             weights=settings.model.weights,
             exact=settings.model.exact,
@@ -161,12 +155,3 @@ class Followers:
             logs=settings.logs,
         )
         return msgspec.json.encode(task).decode()
-
-
-def _until(rendezvous: Rendezvous, what: Stage, progress: Progress) -> None:
-    """Without a limit of time: ``watch`` notices a follower that ends, and ``progress`` raises
-    then.
-    """
-    while not rendezvous.all_said(what):
-        progress(1.0)
-        time.sleep(_LOOK_S)

@@ -17,14 +17,12 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from mesh.settings import RouterSettings
-from moe_model.architecture import ModelSpec
 from moe_model.kv_cache import KVCache
 from moe_model.model import Parts
 from moe_model.plan import Chunk, StepPlan
 from moe_model.shard import Shard
 from moe_model.shard_model import RouterShard
-from router_svc.peers import Followers, Op
+from router_svc.peers import FollowerLinks, Op
 
 LIVE_PLANS = 4
 """Plans in use at once: one a micro-batch."""
@@ -43,7 +41,12 @@ class GroupCache(KVCache):
     """The leader's part of the cache; what happens to its blocks happens to the followers'."""
 
     def __init__(
-        self, num_layers: int, num_blocks: int, block_size: int, width: int, followers: Followers
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        width: int,
+        followers: FollowerLinks,
     ) -> None:
         super().__init__(num_layers, num_blocks, block_size, width)
         self._followers = followers
@@ -57,7 +60,7 @@ class GroupCache(KVCache):
 class GroupModel(RouterShard):
     """Rank 0's part, and the sums of all. Methods raise ``GroupLost``."""
 
-    def __init__(self, parts: Parts, followers: Followers) -> None:
+    def __init__(self, parts: Parts, followers: FollowerLinks) -> None:
         super().__init__(parts)
         self._followers = followers
         self._others = range(1, self.shard.size)
@@ -140,13 +143,6 @@ class GroupModel(RouterShard):
             # Whatever becomes of the own part: the next answer must be the next question's.
             answers = self._followers.answers()
         return own, answers
-
-
-def largest_question_words(spec: ModelSpec, settings: RouterSettings) -> int:
-    """Size of the largest payload: a step's hidden states, or its plan."""
-    tables = settings.max_running * -(-spec.max_context // settings.block_size)
-    plan = 3 * settings.max_running + settings.max_step_tokens + tables
-    return max(settings.max_step_tokens * spec.hidden_size, plan)
 
 
 def encode_chunks(chunks: Sequence[Chunk]) -> torch.Tensor:

@@ -46,7 +46,7 @@ from moe_model.shipped import checkpoint_dir
 from moe_model.spec import ModelSpec, load_spec, serving_digest
 from router_svc.engine import Engine, answer_timeout_s
 from router_svc.exchange import EngineBusyError, Results
-from router_svc.group import Alone, Followers, Group
+from router_svc.group import Alone, Group, Several
 from router_svc.loads import Loads
 from router_svc.metrics import RouterCollector
 from router_svc.recordings import Recordings
@@ -413,7 +413,7 @@ def router_group(ctx: Context, path: Path, spec: ModelSpec) -> Group:
         return Alone(ctx, path)
     if fault := shard_fault(spec, router.tp):
         raise CannotServe(f"router.tp = {router.tp} ({ctx.effective.origin['router.tp']}): {fault}")
-    return Followers(ctx, path, spec, timeout_s=answer_timeout_s(router))
+    return Several(ctx, path, timeout_s=answer_timeout_s(router))
 
 
 async def main(ctx: Context) -> None:

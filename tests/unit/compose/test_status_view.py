@@ -20,8 +20,9 @@ STATUS = Status(
     view=View(
         version=9,
         members=(
-            member("router-0", "router", group=(43, 44), load=Load(running=3, waiting=1, kv_blocks_total=10,
-                                                   kv_blocks_free=5, resident_bytes=2**20)),
+            member("router-0", "router", group=(43, 44),
+                   load=Load(running=3, waiting=1, kv_blocks_total=10, kv_blocks_free=5,
+                             resident_bytes=2**20)),
             member("expert-0", "expert", state="loading", progress=0.25, detail="reading"),
         ),
         placement=Placement(epoch=4, moe_layers=(1, 2), num_experts=4, ranks=("expert-0",),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -15,20 +16,14 @@ import psutil
 import pytest
 import torch
 
-from mesh.settings import LogSettings, RouterSettings
+from mesh.settings import LogSettings
 from moe_model.forward import forward, run_to_end
 from moe_model.plan import Chunk
 from moe_model.reference import ReferenceModel
 from moe_model.shard_model import load_shard
-from moe_model.spec import load_spec
 from router_svc.follower import Assignment
-from router_svc.group_model import (
-    GroupModel,
-    decode_chunks,
-    encode_chunks,
-    largest_question_words,
-)
-from router_svc.peers import GlooFollowers, GroupLost, Op, Rendezvous
+from router_svc.group_model import GroupModel, decode_chunks, encode_chunks
+from router_svc.peers import FollowerLinks, GroupLost, Op
 
 TIMEOUT_S = 2.0
 DEADLINE_S = 60.0
@@ -37,33 +32,30 @@ DEADLINE_S = 60.0
 class Pair:
     """Leader and follower of ``model``."""
 
-    def __init__(self, model: Path, directory: Path) -> None:
-        spec = load_spec(model)
-        words = largest_question_words(spec, RouterSettings())
-        meeting = directory / "group"
-        rendezvous = Rendezvous(meeting, 2)
+    def __init__(self, model: Path) -> None:
+        ours, theirs = socket.socketpair()
         task = Assignment(
             router="router-0",
             rank=1,
             size=2,
             leader_pid=os.getpid(),
-            rendezvous=str(meeting),
-            capacity_words=words,
+            link_fd=theirs.fileno(),
             model=str(model),
             weights="auto",
             exact=False,
             threads=1,
             logs=LogSettings(),
         )
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "router_svc.follower", msgspec.json.encode(task).decode()]
-        )
+        self.link = ours
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "router_svc.follower", encoded(task)],
+                pass_fds=[theirs.fileno()],
+            )
         parts = load_shard(model, 0, 2)
-        wait_for(lambda: rendezvous.all_said("loaded"), self.process)
-        self.followers = GlooFollowers(rendezvous, words, timeout_s=TIMEOUT_S)
-        wait_for(lambda: rendezvous.all_said("connected"), self.process)
-        rendezvous.close()
-        assert not meeting.exists()
+        self.followers = FollowerLinks([ours], timeout_s=TIMEOUT_S)
+        end = time.monotonic() + DEADLINE_S
+        self.followers.until_loaded(lambda: not_after(end))
         self.model = GroupModel(parts, self.followers)
         self.kv = self.model.new_kv_cache(64, 16)
 
@@ -76,20 +68,21 @@ class Pair:
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
+        self.link.close()
 
 
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert process.poll() is None, "the follower ended"
-        assert time.monotonic() < end
-        time.sleep(0.02)
+def encoded(task: Assignment) -> str:
+    return msgspec.json.encode(task).decode()
+
+
+def not_after(end: float) -> None:
+    assert time.monotonic() < end, "the follower does not load"
 
 
 @pytest.fixture
-def pair(tiny_deepseek: Path, tmp_path: Path) -> Iterator[Pair]:
+def pair(tiny_deepseek: Path) -> Iterator[Pair]:
     torch.set_num_threads(1)
-    pair = Pair(tiny_deepseek, tmp_path)
+    pair = Pair(tiny_deepseek)
     yield pair
     pair.end()
 
