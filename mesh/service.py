@@ -5,7 +5,6 @@ API
     ``Context``                    what ``main(ctx)`` is given
     ``CannotServe(reason)``        raised by ``main``: exit with a message and no traceback
     ``ExitCode``                   what the launcher and systemd see
-    ``die_with(pid, signal)``      for a process that must not outlive the one that started it
 
     Flags: ``--config FILE``, ``--id ID``, ``--set section.key=value`` (repeatable),
     ``--parent-pid PID`` (die with that launcher), ``--listen-fd FD`` (gateway).
@@ -23,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import gc
 import os
 import signal
@@ -46,6 +44,7 @@ from mesh import logs, metrics
 from mesh.config import ConfigError, Effective, load, name_fault
 from mesh.links import LinkError, Net
 from mesh.messages import Role
+from mesh.processes import die_with
 from mesh.rundir import AlreadyRunning, RunDirError, claim, create_run_dir
 from mesh.settings import Settings
 from mesh.supervise import ActorCrashed, CannotServe, ExitCode
@@ -56,7 +55,6 @@ __all__ = [
     "CannotServe",
     "Context",
     "ExitCode",
-    "die_with",
     "drain_limit_s",
     "run_service",
     "sd_notify",
@@ -64,7 +62,6 @@ __all__ = [
 
 STOP_GRACE_S = 10.0
 KILL_GRACE_S = 5.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(slots=True)
@@ -307,17 +304,6 @@ def _assignment(text: str) -> tuple[str, str]:
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r}: expected SECTION.KEY=VALUE")
     return key.strip(), value.strip()
-
-
-def die_with(parent_pid: int, number: signal.Signals) -> None:
-    """Have the kernel send a signal when the thread that started us ends: for a child of the
-    launcher SIGINT, since the mesh ends with it and there is nobody to drain for.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent_pid:  # it ended before we asked
-        raise SystemExit(ExitCode.OK)
 
 
 def sd_notify(state: str) -> None:

@@ -19,7 +19,7 @@ import torch
 from structlog.typing import FilteringBoundLogger
 
 from mesh import logs
-from mesh.service import die_with
+from mesh.processes import die_with
 from mesh.settings import LogSettings
 from mesh.supervise import ExitCode
 from moe_model.errors import CheckpointError

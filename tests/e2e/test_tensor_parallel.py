@@ -128,13 +128,13 @@ def test_a_model_that_cannot_be_divided_is_refused_with_the_arithmetic(
         check=False, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert up.returncode == 2
-    assert f"router.tp = 3 (--tp): {fault}" in " ".join(up.stderr.split())
+    assert f"router.tp = 3 (flag --tp): {fault}" in " ".join(up.stderr.split())
     alone = subprocess.run(
         [sys.executable, "-P", "-m", "router_svc", *settings, "--set", "router.tp=3"],
         check=False, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert alone.returncode == 2
-    assert f"router.tp = 3 (--set): {fault}" in alone.stderr
+    assert f"router.tp = 3 (flag --set router.tp): {fault}" in alone.stderr
 
 
 def sample(mesh: Mesh, index: int) -> dict[str, Any]:
