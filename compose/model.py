@@ -9,6 +9,7 @@ from mesh.config import Effective
 from mesh.settings import Settings
 from moe_model.errors import CheckpointError
 from moe_model.inventory import Inventory
+from moe_model.shard import shard_fault
 from moe_model.shipped import checkpoint_dir, model_id
 from moe_model.spec import ModelSpec, load_spec
 from moe_model.tensors import TensorTable
@@ -55,3 +56,10 @@ def check_workers(effective: Effective, spec: ModelSpec) -> None:
             f"expected at most {most}, one slot each: {spec.num_experts} experts a layer + "
             f"planner.redundant_slots = {redundant}"
         )
+
+
+def check_groups(effective: Effective, spec: ModelSpec) -> None:
+    """Raises ``UsageError`` for routers of more processes than can share the model."""
+    tp = effective.settings.router.tp
+    if fault := shard_fault(spec, tp):
+        raise UsageError(f"router.tp = {tp} ({effective.origin['router.tp']}): {fault}")

@@ -71,7 +71,7 @@ def render(status: Status) -> RenderableType:
         table.add_row(
             member.id,
             member.role,
-            str(member.pid),
+            "\n".join(str(pid) for pid in (member.pid, *member.group)),
             _state(member),
             f"{layers}x{slots}" if slots else "",
             str(load.running) if is_router else "",

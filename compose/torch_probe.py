@@ -22,7 +22,8 @@ def probe() -> dict[str, object]:
     if not torch.cuda.is_available():
         return found
     count = torch.cuda.device_count()
-    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch has no types there
+    found["nccl"] = ".".join(map(str, version))
     found["gpus"] = [
         {
             "name": properties.name,

@@ -361,7 +361,9 @@ async def main(ctx: Context) -> None:
         try:
             path = checkpoint_dir(settings.model.path)
             spec = load_spec(path)
-            digest = serving_digest(path, settings.model.weights, settings.model.exact)
+            digest = serving_digest(
+                path, settings.model.weights, settings.model.exact, settings.router.tp
+            )
             table = _open_table(ctx, path, spec, BundleClient(ctx.net).fetch, stack)
             plane, lanes = _open_lanes(ctx, spec.hidden_size, digest)
         except (CheckpointError, PlaneError) as error:

@@ -46,15 +46,16 @@ _FLUSH_S = 2.0
 """How long clients of requests that were ended have to read it."""
 
 
-def served_model(settings: ModelSettings) -> tuple[ServedModel, str]:
-    """The model that ``settings`` name, and what the mesh must have in common to serve it.
+def served_model(settings: ModelSettings, tp: int) -> tuple[ServedModel, str]:
+    """The model that ``settings`` name, and what the mesh must have in common to serve it, with
+    routers of ``tp`` processes each.
 
     Raises ``CannotServe`` naming the file that is missing or wrong.
     """
     try:
         path = checkpoint_dir(settings.path)
         spec = load_spec(path)
-        digest = serving_digest(path, settings.weights, settings.exact)
+        digest = serving_digest(path, settings.weights, settings.exact, tp)
         tokenizer = Tokenizer(path)
         template = find_template(path, tokenizer.config)
         name = model_id(settings.name, settings.path)
@@ -123,7 +124,7 @@ async def serve(ctx: Context, *, finish_s: float = _FINISH_S) -> None:
     doorman = guard(settings, os.environ)
     tls = tls_context(settings)
     listener = listen(settings, ctx.listen_fd)
-    model, digest = served_model(ctx.settings.model)
+    model, digest = served_model(ctx.settings.model, ctx.settings.router.tp)
     port = listener.getsockname()[1]
     known_as = ctx.settings.network.advertise if settings.host in WILDCARDS else ""
     url = f"{'https' if tls else 'http'}://{authority(known_as or settings.host, port)}"

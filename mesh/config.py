@@ -254,6 +254,7 @@ _RULES: Mapping[str, _Rule] = {
     "gateway.max_body_bytes": _POSITIVE,
     "gateway.request_timeout_s": _POSITIVE,
     "gateway.router_wait_s": _NOT_NEGATIVE,
+    "router.tp": _POSITIVE,
     "router.max_step_tokens": _POSITIVE,
     "router.max_running": _POSITIVE,
     "router.max_waiting": _POSITIVE,

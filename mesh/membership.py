@@ -121,6 +121,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
             pid_namespace=hello.pid_namespace,
             lanes_tcp=hello.lanes_tcp,
             host_id=hello.host_id,
+            group=hello.group,
         )
 
 

@@ -66,6 +66,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     there, ``tcp://HOST:PORT#KEY``. A ``Status`` shows no key."""
     host_id: str = ""
     """Members of one value are on one host and can share memory."""
+    group: tuple[int, ...] = ()
+    """Router: pids of the processes that compute with it (``router.tp`` - 1 of them)."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -141,6 +143,8 @@ class Hello(_Message, frozen=True, kw_only=True):
     host_id: str = ""
     speed: float = 1.0
     """Expert: how fast it computes, relative to its peers."""
+    group: tuple[int, ...] = ()
+    """Router: see ``Member.group``."""
     placement: Placement | None = None
     """Newest placement the member knows (``mesh.member`` fills it in), from which a restarted
     planner rebuilds its own and learns that the mesh is older than itself."""

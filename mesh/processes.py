@@ -1,13 +1,16 @@
-"""What a process and its threads are to the rest of the machine."""
+"""What a process and its threads are to the rest of the machine, and ending with another one."""
 
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 from pathlib import Path
 
 _FLAGS = 6
 """Field of ``/proc/PID/stat`` after the name: see proc_pid_stat(5)."""
 _PR_SET_NAME = 15
+_PR_SET_PDEATHSIG = 1
 _EXITING = 0x4
 """PF_EXITING: set before the kernel closes the files of a process, and to its very end."""
 
@@ -34,3 +37,14 @@ def pid_namespace() -> int:
 def name_thread(name: str) -> None:
     """Let tools such as ``top -H`` show the calling thread by this name of at most 15 bytes."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def die_with(parent_pid: int, number: signal.Signals) -> None:
+    """Have the kernel send a signal when the thread that started us ends: for a child of the
+    launcher SIGINT, since the mesh ends with it and there is nobody to drain for.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:  # it ended before we asked
+        raise SystemExit(0)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import faulthandler
 import gc
 import os
@@ -48,7 +47,7 @@ from mesh.config import ConfigError, Effective, load, name_fault
 from mesh.health import Health, health_path
 from mesh.links import LinkError, Net
 from mesh.messages import Role
-from mesh.processes import pid_namespace
+from mesh.processes import die_with, pid_namespace
 from mesh.rundir import AlreadyRunning, RunDirError, claim, create_run_dir
 from mesh.settings import Settings
 from mesh.supervise import ActorCrashed, CannotServe, ExitCode
@@ -65,7 +64,6 @@ __all__ = [
 
 STOP_GRACE_S = 10.0
 KILL_GRACE_S = 5.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(slots=True)
@@ -142,7 +140,7 @@ def run_service(
     faulthandler.enable()
     flags = _parse(role, sys.argv[1:] if argv is None else argv)
     if flags.parent_pid:
-        _die_with(flags.parent_pid)
+        die_with(flags.parent_pid, signal.SIGINT)
     try:
         effective = load(flags.config, dict(flags.set), os.environ)
         run_dir = create_run_dir(effective.settings)
@@ -325,14 +323,3 @@ def _assignment(text: str) -> tuple[str, str]:
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r}: expected SECTION.KEY=VALUE")
     return key.strip(), value.strip()
-
-
-def _die_with(parent_pid: int) -> None:
-    """Have the kernel send SIGINT when the launcher's thread that started us ends: the mesh ends
-    with it, so there is nobody to drain for.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent_pid:  # it ended before we asked
-        raise SystemExit(ExitCode.OK)

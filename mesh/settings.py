@@ -116,6 +116,11 @@ class GatewaySettings(_Section, frozen=True, kw_only=True):
 
 
 class RouterSettings(_Section, frozen=True, kw_only=True):
+    tp: int = 1
+    """Processes that compute one router's attention, shared experts and dense layers together, on
+    one host, each with its part of the weights: tensor parallelism. The model's attention heads
+    must divide by it. More: less memory and computing in each, and two exchanges a layer between
+    them (some 20 microseconds each for few tokens, where cores are free)."""
     max_step_tokens: int = 512
     """Token budget of one engine step (decode tokens first, then prefill chunks). More: better
     prefill throughput; less: steadier inter-token latency."""

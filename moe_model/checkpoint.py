@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from moe_model.errors import CorruptFile, NotFinite
 from moe_model.inventory import Inventory
+from moe_model.shard import Cut
 from moe_model.tensors import TensorRef
 
 
@@ -31,14 +32,17 @@ class Checkpoint:
         """Raises ``MissingTensor``, ``WrongShape`` or ``WrongDtype`` for the first that is."""
         self._inventory.check(refs)
 
-    def read(self, ref: TensorRef) -> torch.Tensor:
-        """The tensor in the type it is stored in, backed by the file: copy what you keep.
+    def read(self, ref: TensorRef, cut: Cut | None = None) -> torch.Tensor:
+        """The tensor, or the part that ``cut`` says, in the type it is stored in and backed by the
+        file: copy what you keep. Only that part's pages are read.
 
         Raises as ``check`` does, and ``NotFinite`` for NaN or infinity in it: one such weight
         makes NaN of every token that meets it.
         """
         stored = self._inventory.find(ref)
         tensor: torch.Tensor = self._files[stored.file].get_tensor(ref.name)
+        if cut is not None:
+            tensor = tensor.narrow(cut.dim, cut.start, cut.stop - cut.start)
         # Both ends carry a NaN on. One pass without a copy; isfinite costs 25 times as much.
         low, high = torch.aminmax(tensor)
         if not (math.isfinite(low) and math.isfinite(high)):

@@ -27,6 +27,7 @@ from moe_model.kv_cache import KVCache, row_stride
 from moe_model.layers import SwiGlu
 from moe_model.plan import CacheShape, Chunk, StepPlan, Turns, plan_step
 from moe_model.rope import Rope
+from moe_model.shard import Shard
 from moe_model.spec import load_spec
 from moe_model.tensors import TensorTable
 
@@ -36,7 +37,9 @@ Attention = LatentAttention | GroupedQueryAttention
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer without its routed experts. ``dense`` or ``gate`` is set, not both."""
+    """One decoder layer without its routed experts. ``dense`` or ``gate`` is set, not both; of a
+    group's ranks only the first has gates.
+    """
 
     attention_norm: RmsNorm
     attention: Attention
@@ -48,6 +51,21 @@ class Layer:
     shared: SwiGlu | None
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What one process holds of a model: all but the routed experts, or a ``Shard`` of that."""
+
+    spec: ModelSpec
+    shard: Shard
+    layers: tuple[Layer, ...]
+    table: torch.Tensor
+    """Embeddings ``[tokens of the vocabulary, hidden]``."""
+    final_norm: RmsNorm
+    head: PackedLinear
+    turns: Turns
+    exact: bool
+
+
 class RouterModel:
     """Attention, gates, shared experts, dense layers, embedding and head of one model.
 
@@ -55,25 +73,17 @@ class RouterModel:
     never change the one they were given. Made by ``load_router_model``.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layers: Sequence[Layer],
-        table: torch.Tensor,
-        final_norm: RmsNorm,
-        head: PackedLinear,
-        turns: Turns,
-        *,
-        exact: bool,
-    ) -> None:
+    def __init__(self, parts: Parts) -> None:
+        spec, exact = parts.spec, parts.exact
         self.spec = spec
         self.exact = exact
-        self._layers = tuple(layers)
-        self._table = table
-        self._final_norm = final_norm
-        self._head = head
-        self._turns = turns
-        attention = spec.attention
+        self._layers = parts.layers
+        self._table = parts.table
+        self._final_norm = parts.final_norm
+        self._head = parts.head
+        self._turns = parts.turns
+        attention = parts.shard.attention
+        self._cache_width = attention.cache_width
         self._stride = row_stride(attention.cache_width)
         self._window = attention.sliding_window if isinstance(attention, GqaSpec) else None
         self._expand = (
@@ -88,8 +98,7 @@ class RouterModel:
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """An empty cache of ``num_blocks * kv_bytes_per_block(block_size)`` bytes."""
-        width = self.spec.attention.cache_width
-        return KVCache(self.spec.num_layers, num_blocks, block_size, width)
+        return KVCache(self.spec.num_layers, num_blocks, block_size, self._cache_width)
 
     def plan(self, chunks: Sequence[Chunk], block_size: int = 16) -> StepPlan:
         """Everything about a step that its layers share, for a cache of ``block_size``.
@@ -163,11 +172,26 @@ def load_router_model(
     if one that this process needs is missing or wrong.
     """
     spec = load_spec(path)
+    return RouterModel(
+        load_parts(path, spec, Shard(spec), weights=weights, exact=exact, progress=progress)
+    )
+
+
+def load_parts(
+    path: Path,
+    spec: ModelSpec,
+    shard: Shard,
+    *,
+    weights: Weights,
+    exact: bool,
+    progress: Callable[[float], None] | None,
+) -> Parts:
+    """Read what ``shard`` holds; see ``load_router_model``."""
     table = TensorTable(spec)
     report = progress or (lambda _share: None)
     with Checkpoint(path) as checkpoint, torch.inference_mode():
         checkpoint.check(table.router())
-        reader = _Reader(checkpoint, table)
+        reader = _Reader(checkpoint, table, shard)
         rope = Rope(spec.rope, spec.max_context)
         embeddings = reader.owned("embedding")
         final_norm = RmsNorm(reader.owned("final_norm"), spec.norm_eps)
@@ -178,32 +202,40 @@ def load_router_model(
             report(layer / spec.num_layers)
             layers.append(_load_layer(spec, reader, layer, weights, exact))
     report(1.0)
-    return RouterModel(
-        spec, layers, embeddings, final_norm, packed_head, _turns(spec, rope), exact=exact
+    return Parts(
+        spec=spec,
+        shard=shard,
+        layers=tuple(layers),
+        table=embeddings,
+        final_norm=final_norm,
+        head=packed_head,
+        turns=_turns(spec, shard, rope),
+        exact=exact,
     )
 
 
 class _Reader:
-    """Tensors by role."""
+    """Tensors by role, as far as the shard holds them."""
 
-    def __init__(self, checkpoint: Checkpoint, table: TensorTable) -> None:
+    def __init__(self, checkpoint: Checkpoint, table: TensorTable, shard: Shard) -> None:
         self.table = table
+        self.shard = shard
         self._checkpoint = checkpoint
 
     def tensor(self, role: str, layer: int = -1) -> torch.Tensor:
         """Backed by the file: for matrices, which packing copies."""
-        return self._checkpoint.read(self.table.ref(role, layer))
+        return self._checkpoint.read(self.table.ref(role, layer), self.shard.cut(role))
 
     def owned(self, role: str, layer: int = -1) -> torch.Tensor:
         """A copy, for tensors that are kept as they are."""
-        return self.tensor(role, layer).clone()
+        return self.tensor(role, layer).clone(memory_format=torch.contiguous_format)
 
     def role_map(self, roles: Sequence[str], layer: int) -> dict[str, torch.Tensor]:
-        return {role: self.owned(role, layer) for role in roles}
+        return {role: self.owned(role, layer) for role in roles if self.shard.holds(role)}
 
 
 def _load_layer(spec: ModelSpec, reader: _Reader, layer: int, kind: Weights, exact: bool) -> Layer:
-    roles = reader.table.layer_roles(layer)
+    roles = [role for role in reader.table.layer_roles(layer) if reader.shard.holds(role)]
 
     def ffn(prefix: str) -> SwiGlu | None:
         if f"{prefix}_gate" not in roles:
@@ -237,7 +269,7 @@ def _load_attention(
     spec: ModelSpec, reader: _Reader, layer: int, kind: Weights, exact: bool
 ) -> Attention:
     weights = reader.role_map(reader.table.attention_roles, layer)
-    attention = spec.attention
+    attention = reader.shard.attention
     if isinstance(attention, MlaSpec):
         return LatentAttention(
             attention, spec.rope, spec.hidden_size, weights, kind=kind, exact=exact
@@ -245,8 +277,8 @@ def _load_attention(
     return GroupedQueryAttention(attention, spec.rope, weights, kind=kind, exact=exact)
 
 
-def _turns(spec: ModelSpec, rope: Rope) -> Turns:
-    attention = spec.attention
+def _turns(spec: ModelSpec, shard: Shard, rope: Rope) -> Turns:
+    attention = shard.attention
     if isinstance(attention, MlaSpec):
         return mla_turns(attention, rope, spec.hidden_size)
     return gqa_turns(attention, rope)

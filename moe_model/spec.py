@@ -103,14 +103,16 @@ def model_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def serving_digest(path: Path, weights: str, exact: bool) -> str:
+def serving_digest(path: Path, weights: str, exact: bool, tp: int) -> str:
     """What every member of a mesh must have in common, and lanes and ``Hello`` compare: the
     checkpoint, the ``model.weights`` format and ``model.exact``, as ``DIGEST weights=auto
-    exact=false``, so that a refusal that quotes both strings shows which of them differs.
+    exact=false``, so that a refusal that quotes both strings shows which of them differs. Where
+    bits count, so does the ``router.tp`` that they follow from: ``... exact=true tp=2``.
 
     Raises as ``load_spec`` does.
     """
-    return f"{model_digest(path)} weights={weights} exact={'true' if exact else 'false'}"
+    digest = f"{model_digest(path)} weights={weights} exact={'true' if exact else 'false'}"
+    return f"{digest} tp={tp}" if exact and tp > 1 else digest
 
 
 def _samples(file: Path, size_bytes: int) -> bytes:

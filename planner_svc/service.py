@@ -145,7 +145,9 @@ async def main(ctx: Context) -> None:
     try:
         path = checkpoint_dir(settings.model.path)
         spec = load_spec(path)
-        digest = serving_digest(path, settings.model.weights, settings.model.exact)
+        digest = serving_digest(
+            path, settings.model.weights, settings.model.exact, settings.router.tp
+        )
         name = model_id(settings.model.name, settings.model.path)
         policy = make_policy(settings.planner)
     except (CheckpointError, PlanError) as error:

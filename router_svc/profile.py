@@ -104,28 +104,29 @@ def uncovered_ns(begin: int, end: int, spans: Iterable[tuple[int, int]]) -> int:
     return uncovered + max(0, end - at)
 
 
-class TimedModel(RouterModel):
-    """A router's model with a clock beside each call; shares the tensors of ``model``."""
+class TimedModel:
+    """A router's model with a clock beside each call."""
 
     def __init__(self, model: RouterModel, times: Times) -> None:
-        vars(self).update(vars(model))
+        self.spec = model.spec
+        self._model = model
         self._times = times
 
     def plan(self, chunks: Sequence[Chunk], block_size: int = 16) -> StepPlan:
         started = perf_counter_ns()
-        plan = super().plan(chunks, block_size)
+        plan = self._model.plan(chunks, block_size)
         self._times.plan_ns += perf_counter_ns() - started
         return plan
 
     def embed(self, plan: StepPlan) -> torch.Tensor:
         started = perf_counter_ns()
-        h = super().embed(plan)
+        h = self._model.embed(plan)
         self._times.attention_ns += perf_counter_ns() - started
         return h
 
     def attend(self, layer: int, h: torch.Tensor, plan: StepPlan, kv: KVCache) -> torch.Tensor:
         started = perf_counter_ns()
-        h = super().attend(layer, h, plan, kv)
+        h = self._model.attend(layer, h, plan, kv)
         took_ns = perf_counter_ns() - started
         self._times.attention_ns += took_ns
         self._times.layers.computed(layer, took_ns)
@@ -133,7 +134,7 @@ class TimedModel(RouterModel):
 
     def ffn_input(self, layer: int, h: torch.Tensor) -> torch.Tensor:
         started = perf_counter_ns()
-        x = super().ffn_input(layer, h)
+        x = self._model.ffn_input(layer, h)
         took_ns = perf_counter_ns() - started
         self._times.gate_ns += took_ns
         self._times.layers.computed(layer, took_ns)
@@ -141,7 +142,7 @@ class TimedModel(RouterModel):
 
     def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         started = perf_counter_ns()
-        routed = super().route(layer, x)
+        routed = self._model.route(layer, x)
         took_ns = perf_counter_ns() - started
         self._times.gate_ns += took_ns
         self._times.layers.computed(layer, took_ns)
@@ -149,7 +150,7 @@ class TimedModel(RouterModel):
 
     def shared(self, layer: int, x: torch.Tensor) -> torch.Tensor | None:
         started = perf_counter_ns()
-        out = super().shared(layer, x)
+        out = self._model.shared(layer, x)
         ended = perf_counter_ns()
         self._times.shared_ns += ended - started
         self._times.layers.computed(layer, ended - started)
@@ -158,7 +159,7 @@ class TimedModel(RouterModel):
 
     def dense(self, layer: int, h: torch.Tensor) -> torch.Tensor:
         started = perf_counter_ns()
-        h = super().dense(layer, h)
+        h = self._model.dense(layer, h)
         took_ns = perf_counter_ns() - started
         self._times.shared_ns += took_ns
         self._times.layers.computed(layer, took_ns)
@@ -166,6 +167,6 @@ class TimedModel(RouterModel):
 
     def logits(self, h_rows: torch.Tensor) -> torch.Tensor:
         started = perf_counter_ns()
-        out = super().logits(h_rows)
+        out = self._model.logits(h_rows)
         self._times.head_ns += perf_counter_ns() - started
         return out

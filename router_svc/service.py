@@ -43,11 +43,12 @@ from mesh.service import CannotServe, Context
 from mesh.settings import Settings
 from mesh.supervise import Supervisor
 from moe_model.errors import CheckpointError
-from moe_model.model import load_router_model
+from moe_model.shard import shard_fault
 from moe_model.shipped import checkpoint_dir
 from moe_model.spec import ModelSpec, load_spec, serving_digest
 from router_svc.engine import Engine, answer_timeout_s
 from router_svc.exchange import EngineBusyError, Results
+from router_svc.group import Alone, Group, Several
 from router_svc.lanes import reach
 from router_svc.loads import Loads
 from router_svc.metrics import RouterCollector
@@ -78,12 +79,12 @@ class Router:
     """The actors of one router and what they share. Everything here runs on the event loop."""
 
     def __init__(
-        self, ctx: Context, spec: ModelSpec, digest: str, path: Path, shape: LaneShape
+        self, ctx: Context, spec: ModelSpec, digest: str, group: Group, shape: LaneShape
     ) -> None:
         self._ctx = ctx
         self._spec = spec
         self._digest = digest
-        self._path = path
+        self._group = group
         self._shape = shape
         self._loop = asyncio.get_running_loop()
         self._engine: Engine | None = None
@@ -233,12 +234,7 @@ class Router:
         """On the compute thread."""
         ctx, exact = self._ctx, self._shape.exact
         network = ctx.settings.network
-        model = load_router_model(
-            self._path,
-            weights=ctx.settings.model.weights,
-            exact=exact,
-            progress=self._load_progress,
-        )
+        model = self._group.load(self._load_progress)
         try:
             plane = TcpRouterPlane(
                 ctx.id,
@@ -412,6 +408,7 @@ class Router:
             control=advertised(ctx.settings, self._link.address),
             host_id=host_id(ctx.settings),
             metrics=ctx.metrics_url,
+            group=self._group.pids,
         )
 
     def _load(self) -> Load:
@@ -439,18 +436,31 @@ def lane_shape(settings: Settings, spec: ModelSpec) -> LaneShape:
     return shape
 
 
+def router_group(ctx: Context, path: Path, spec: ModelSpec) -> Group:
+    """The processes of this router. Raises ``CannotServe`` for more than can share the model."""
+    router = ctx.settings.router
+    if router.tp == 1:
+        return Alone(ctx, path)
+    if fault := shard_fault(spec, router.tp):
+        raise CannotServe(f"router.tp = {router.tp} ({ctx.effective.origin['router.tp']}): {fault}")
+    return Several(ctx, path, timeout_s=answer_timeout_s(router))
+
+
 async def main(ctx: Context) -> None:
     """Serve until ``ctx.stopping``. Raises ``CannotServe``, ``RefusedByPlanner`` or a crash."""
-    model = ctx.settings.model
+    model, tp = ctx.settings.model, ctx.settings.router.tp
     try:
         path = checkpoint_dir(model.path)
-        spec, digest = load_spec(path), serving_digest(path, model.weights, model.exact)
+        spec, digest = load_spec(path), serving_digest(path, model.weights, model.exact, tp)
     except CheckpointError as error:
         raise CannotServe(str(error)) from error
     # Impossible settings must show before gigabytes of weights have been read.
-    router = Router(ctx, spec, digest, path, lane_shape(ctx.settings, spec))
+    shape, group = lane_shape(ctx.settings, spec), router_group(ctx, path, spec)
+    router = Router(ctx, spec, digest, group, shape)
     try:
+        await group.start()
         async with Supervisor(ctx.log, quiet=(RefusedByPlanner,)) as actors:
+            actors.start("router.group", group.watch)
             actors.start("router.member", router.belong)
             actors.start("router.requests", router.serve)
             actors.start("router.watch", router.watch)
@@ -463,3 +473,4 @@ async def main(ctx: Context) -> None:
             await ctx.until_drained(router.ended())
     finally:
         router.close()
+        await group.close()

@@ -23,6 +23,7 @@ from moe_model.model import RouterModel
 from moe_model.plan import Chunk as ModelChunk
 from router_svc.experts import MeshExperts
 from router_svc.microbatch import MicroBatchRule, split_chunks
+from router_svc.peers import GroupLost
 from router_svc.profile import TimedModel, Times
 from router_svc.sampler import UNDRAWABLE, Sampler, logprob_rows
 from router_svc.scheduler import Chunk, StepWork
@@ -151,6 +152,8 @@ class StepRunner:
                 self._finish(batch, stop.value, result)
             else:
                 return False
+        except GroupLost:
+            raise
         except ExpertsUnavailableError as error:
             self._fail(batch, Failure(str(error), unavailable=True), result)
         except Exception as error:  # noqa: BLE001 - the boundary: the other sequences go on

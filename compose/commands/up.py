@@ -17,7 +17,7 @@ from compose.holder import claim_mesh, release_mesh
 from compose.keys import check_keys
 from compose.launcher import Launcher
 from compose.listeners import Listeners
-from compose.model import check_workers, served_model
+from compose.model import check_groups, check_workers, served_model
 from compose.options import Source, UsageError
 from compose.processes import Recipe, ServiceRole
 from mesh.config import MAX_GATEWAYS
@@ -32,6 +32,7 @@ _FLAGS = {
     "mesh.routers": "--routers",
     "mesh.experts": "--experts",
     "mesh.gateways": "--gateways",
+    "router.tp": "--tp",
     "gateway.port": "--port",
 }
 
@@ -47,6 +48,9 @@ def up(
     experts: Annotated[int | None, Parameter(help="Number of expert workers.")] = None,
     gateways: Annotated[
         int | None, Parameter(help="Number of gateways; the i-th listens on PORT + i.")
+    ] = None,
+    tp: Annotated[
+        int | None, Parameter(help="Processes that share each router's attention.")
     ] = None,
     port: Annotated[
         int | None, Parameter(help="Port of the first gateway; 0: any free one.")
@@ -64,6 +68,7 @@ def up(
         "mesh.routers": routers,
         "mesh.experts": experts,
         "mesh.gateways": gateways,
+        "router.tp": tp,
         "gateway.port": port,
     }
     effective = source.effective(flags, _FLAGS)
@@ -71,6 +76,7 @@ def up(
         raise UsageError(fault)
     name, spec = served_model(effective.settings)
     check_workers(effective, spec)
+    check_groups(effective, spec)
     gateway = effective.settings.gateway
     with Listeners(gateway.host, gateway.port) as listeners:
         fds = [listeners.open(index) for index in range(effective.settings.mesh.gateways)]

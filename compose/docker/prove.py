@@ -341,7 +341,7 @@ class Container:
     def _command(self, argv: Sequence[str], *, alone: bool) -> list[str]:
         root, service = str(self._root), self.service
         # An engine makes the places to mount on in a layer of the container's own.
-        places = self._root.with_name(f"{self.name}.places")
+        places = Path(f"{self._root}.places")
         for item in service["tmpfs"]:
             made(places / item.split(":")[0].lstrip("/"))
         for item in service["volumes"]:

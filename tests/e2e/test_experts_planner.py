@@ -36,7 +36,7 @@ from moe_model.spec import load_spec, serving_digest
 
 MODEL = checkpoint_dir("")
 SPEC = load_spec(MODEL)
-DIGEST = serving_digest(MODEL, "auto", exact=False)
+DIGEST = serving_digest(MODEL, "auto", exact=False, tp=1)
 DEADLINE_S = 60.0
 QUICK = ("planner.heartbeat_ms=100", "planner.suspect_after_ms=1000", "planner.dead_after_ms=3000")
 
@@ -162,7 +162,7 @@ class Router:
                 ring_slots=4,
                 exact=exact,
             ),
-            serving_digest(MODEL, "auto", exact=exact),
+            serving_digest(MODEL, "auto", exact=exact, tp=1),
         )
         self._experts: dict[tuple[int, int], Any] = {}
         self._checkpoint = Checkpoint(MODEL)

@@ -56,7 +56,11 @@ def upgraded(model: Path, directory: Path, steps: Sequence[tuple[str, tuple[str,
     members = ("gateway-0", "router-0", "expert-0", "expert-1")
     seen = []
     with Mesh(
-        model, experts=2, model__exact="true", environment=installation.environ(), logs__format="json"
+        model,
+        experts=2,
+        environment=installation.environ(),
+        model__exact="true",
+        logs__format="json",
     ) as mesh:
         reference = Reference(mesh)
         reference.learn(choices)

@@ -20,8 +20,9 @@ STATUS = Status(
     view=View(
         version=9,
         members=(
-            member("router-0", "router", load=Load(running=3, waiting=1, kv_blocks_total=10,
-                                                   kv_blocks_free=5, resident_bytes=2**20)),
+            member("router-0", "router", group=(43, 44),
+                   load=Load(running=3, waiting=1, kv_blocks_total=10, kv_blocks_free=5,
+                             resident_bytes=2**20)),
             member("expert-0", "expert", state="loading", progress=0.25, detail="reading"),
         ),
         placement=Placement(epoch=4, moe_layers=(1, 2), num_experts=4, ranks=("expert-0",),
@@ -41,6 +42,7 @@ def test_json_has_every_field_of_every_member_even_at_its_default():
     wanted = {"id", "role", "pid", "host", "state", "incarnation", "progress", "detail"}
     assert wanted <= router.keys()
     assert router["load"]["running"] == 3
+    assert router["group"] == [43, 44]
     assert router["load"]["lane_slots_in_use"] == 0
     assert expert["load"] is None
     assert expert["slots_per_layer"] == 4
@@ -52,5 +54,14 @@ def test_table_shows_states_queues_slots_and_why_the_mesh_is_not_ready():
     out = io.StringIO()
     Console(file=out, width=200).print(render(STATUS))
     text = out.getvalue()
-    for word in ("expert-0 is loading", "loading 25%", "2x4", "50%", "1 MiB", "reading"):
+    for word in (
+        "expert-0 is loading",
+        "loading 25%",
+        "2x4",
+        "50%",
+        "1 MiB",
+        "reading",
+        "43",
+        "44",
+    ):
         assert word in text

@@ -53,6 +53,21 @@ GOLDEN: dict[str, tuple[object, bytes]] = {
             b"\x02\x01\xb3physical_to_logical\x92\x93\x00\x01\x02\x93\x02\xff\x00"
         ),
     ),
+    "Hello of a group": (
+        m.Hello(
+            id="router-0",
+            role="router",
+            incarnation=5,
+            pid=42,
+            host="h",
+            model_digest="d1",
+            group=(43, 44),
+        ),
+        (
+            b"\xde\x00\x08\xa4type\xa5Hello\xa2id\xa8router-0\xa4role\xa6router\xabinc"
+            b"arnation\x05\xa3pid*\xa4host\xa1h\xacmodel_digest\xa2d1\xa5group\x92+,"
+        ),
+    ),
     "Heartbeat": (
         m.Heartbeat(id="router-0", incarnation=5, state="ready", load=LOAD, view_version=9),
         (

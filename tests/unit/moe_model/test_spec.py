@@ -180,5 +180,7 @@ def test_spec_imports_no_torch() -> None:
 
 def test_the_serving_digest_shows_what_differs() -> None:
     digest = model_digest(DEMO)
-    assert serving_digest(DEMO, "auto", False) == f"{digest} weights=auto exact=false"
-    assert serving_digest(DEMO, "fp16", True) == f"{digest} weights=fp16 exact=true"
+    assert serving_digest(DEMO, "auto", False, 1) == f"{digest} weights=auto exact=false"
+    assert serving_digest(DEMO, "auto", False, 2) == f"{digest} weights=auto exact=false"
+    assert serving_digest(DEMO, "fp16", True, 1) == f"{digest} weights=fp16 exact=true"
+    assert serving_digest(DEMO, "fp16", True, 2) == f"{digest} weights=fp16 exact=true tp=2"

@@ -1,0 +1,157 @@
+"""The processes that compute one router's model together: this one alone, or a leader's followers.
+
+A router with ``router.tp`` = n is a group of n processes on one host. The one that is started as a
+router is the leader and starts the others itself, so that a router is one service wherever it runs.
+The group lives and dies as one: followers end with their leader, and when one of them ends, so does
+the leader, which whoever started it starts again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from mesh.service import CannotServe, Context, ExitCode
+from moe_model.model import RouterModel, load_router_model
+from moe_model.shard_model import load_shard
+from router_svc.follower import Assignment
+from router_svc.group_model import GroupModel
+from router_svc.peers import FollowerLinks, GroupLost
+
+Progress = Callable[[float], None]
+
+
+class Group(Protocol):
+    """A router's processes. ``load`` is for the compute thread, the rest for the event loop."""
+
+    pids: tuple[int, ...]
+    """Those beside this one, in order of rank."""
+
+    async def start(self) -> None:
+        """Start the others; ``close`` must follow."""
+
+    async def watch(self) -> None:
+        """Raises ``GroupLost`` when one of the others ends, ``CannotServe`` when it cannot load."""
+
+    def load(self, progress: Progress) -> RouterModel:
+        """The model, once every process has its part. ``progress`` gets the share that this one has
+        done, 1.0 again and again while it waits for the others; it may raise. Raises
+        ``CheckpointError`` and ``GroupLost``.
+        """
+
+    async def close(self) -> None:
+        """End the others."""
+
+
+class Alone:
+    """``router.tp`` = 1: no others."""
+
+    pids: tuple[int, ...] = ()
+
+    def __init__(self, ctx: Context, path: Path) -> None:
+        self._model = ctx.settings.model
+        self._path = path
+
+    async def start(self) -> None:
+        pass
+
+    async def watch(self) -> None:
+        pass
+
+    def load(self, progress: Progress) -> RouterModel:
+        model = self._model
+        return load_router_model(
+            self._path, weights=model.weights, exact=model.exact, progress=progress
+        )
+
+    async def close(self) -> None:
+        pass
+
+
+class Several:
+    """``router.tp`` > 1: a follower for each rank but 0, which is this process."""
+
+    def __init__(self, ctx: Context, path: Path, *, timeout_s: float) -> None:
+        """``timeout_s``: how long a follower may take for a part before it counts as hung."""
+        self._ctx = ctx
+        self._path = path
+        self._timeout_s = timeout_s
+        self._size = ctx.settings.router.tp
+        self._links: list[socket.socket] = []
+        self._processes: list[asyncio.subprocess.Process] = []
+        self.pids: tuple[int, ...] = ()
+
+    async def start(self) -> None:
+        # Followers watch the thread that forks them: this one, which lasts as long as the process.
+        for rank in range(1, self._size):
+            ours, theirs = socket.socketpair()
+            self._links.append(ours)
+            with theirs:
+                self._processes.append(
+                    await asyncio.create_subprocess_exec(
+                        *(sys.executable, "-P", "-m", "router_svc.follower"),
+                        self._assignment(rank, theirs.fileno()),
+                        stdin=asyncio.subprocess.DEVNULL,
+                        pass_fds=[theirs.fileno()],
+                    )
+                )
+        self.pids = tuple(process.pid for process in self._processes)
+        self._ctx.log.info("group.started", size=self._size, pids=self.pids)
+
+    async def watch(self) -> None:
+        ended = [asyncio.ensure_future(process.wait()) for process in self._processes]
+        try:
+            await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in ended:
+                one.cancel()
+        rank, code = next((r, e.result()) for r, e in enumerate(ended, 1) if e.done())
+        what = f"rank {rank} of the router's group (pid {self.pids[rank - 1]})"
+        if code == ExitCode.CANNOT_SERVE:
+            raise CannotServe(f"{what} cannot serve")
+        raise GroupLost(f"{what} ended: " + (f"signal {-code}" if code < 0 else f"code {code}"))
+
+    def load(self, progress: Progress) -> RouterModel:
+        model = self._ctx.settings.model
+        parts = load_shard(
+            self._path,
+            0,
+            self._size,
+            weights=model.weights,
+            exact=model.exact,
+            progress=progress,
+        )
+        followers = FollowerLinks(self._links, timeout_s=self._timeout_s)
+        followers.until_loaded(lambda: progress(1.0))
+        return GroupModel(parts, followers)
+
+    async def close(self) -> None:
+        for process in self._processes:
+            if process.returncode is None:
+                process.kill()  # it holds nothing that is worth a farewell
+            await process.wait()
+        for link in self._links:
+            link.close()
+
+    def _assignment(self, rank: int, link_fd: int) -> str:
+        settings = self._ctx.settings
+        task = Assignment(
+            router=self._ctx.id,
+            rank=rank,
+            size=self._size,
+            leader_pid=os.getpid(),
+            link_fd=link_fd,
+            model=str(self._path),
+            weights=settings.model.weights,
+            exact=settings.model.exact,
+            threads=settings.router.threads,
+            logs=settings.logs,
+        )
+        return msgspec.json.encode(task).decode()
