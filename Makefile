@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := build_native.py $(wildcard planner_svc/native/*.[ch] kernels/ep_kernels/native/*.[ch])
 
-.PHONY: serve test soak chaos load docs lint kernels-aot install clean
+.PHONY: serve test soak chaos fuzz load docs lint kernels-aot install clean
 
 serve: $(VENV)/.serve
 	@exec $(BIN)/moemesh up --port $(PORT) $(if $(NAME),--set mesh.name=$(NAME))
@@ -20,6 +20,11 @@ soak: install
 chaos: install
 	MOEMESH_CHAOS_SECONDS=$(or $(SECONDS),600) MOEMESH_CHAOS_SEED=$(or $(SEED),1) \
 		$(BIN)/python -m pytest -m '' -s tests/fault/test_chaos.py
+
+# Coverage-guided fuzzing of one decoder, or one after another: DECODER=bundle SECONDS=60.
+fuzz: install
+	$(BIN)/python -m pip install --quiet --editable '.[fuzz]'
+	$(BIN)/python -m tests.fuzz.atheris_run '$(DECODER)' -max_total_time=$(or $(SECONDS),60)
 
 # Clients on a fresh mesh for SECONDS; table, CSV and HTML in bench/results/load.
 load: install

@@ -88,11 +88,11 @@ def read_keys(path: str) -> list[tuple[bytes, Tenant]]:
         entries = msgspec.convert(tables, _File).key
     except OSError as error:
         raise KeysError(f"{path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
-        # The parser's message may quote the line.
-        raise KeysError(f"{path} is not TOML") from None
     except msgspec.ValidationError as error:
         raise KeysError(f"{path}: {error}") from None
+    except (ValueError, RecursionError):
+        # The parser's message may quote the line.
+        raise KeysError(f"{path} is not TOML") from None
     if not entries:
         raise KeysError(f"{path} has no [[key]]")
     found = []

@@ -161,7 +161,7 @@ def _read_file(path: Path, by_key: Mapping[str, Knob]) -> dict[str, Any]:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(str(path), None, f"cannot be read: {error.strerror}", source) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(str(path), None, f"is not TOML: {error}", source) from None
     sections = dict.fromkeys(key.split(".")[0] for key in by_key)
     found: dict[str, Any] = {}

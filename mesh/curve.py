@@ -279,7 +279,7 @@ def _read_toml(path: Path, *, forbidden_mode: int, advice: str) -> dict[str, Any
         raise CurveError(
             f"{path} cannot be read: {error.strerror} (`moemesh keygen` makes such files)"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CurveError(f"{path} is not TOML: {error}") from None
 
 

@@ -200,16 +200,22 @@ def _is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
 
 
 def _unreadable(body: bytes) -> InvalidJson | InvalidValue:
-    """Why well-formed JSON is no object of values: it is something else, or a number too large."""
+    """Why a body is no object of values: it is something else, or a number too large, or not even
+    JSON behind that number.
+    """
     try:
         parts = _decode_parts(body)
     except (msgspec.ValidationError, RecursionError):
         return InvalidJson("The body must be a JSON object.")
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return InvalidJson(f"The body is not valid JSON: {error}")
     for name, part in parts.items():
         try:
             msgspec.json.decode(part)
         except RecursionError:
             continue  # a field that is there twice is only looked at the last time
+        except UnicodeDecodeError as error:
+            return InvalidJson(f"The body is not valid JSON: {error}")
         except msgspec.ValidationError as error:
             return InvalidValue(f"{name}: {_PLACE.sub('', str(error))}.", param=name)
     return InvalidJson("The body is not accepted as JSON.")

@@ -129,7 +129,7 @@ def decode(data: bytes, kind: type[_Message]) -> _Message:
     """Raises ``PlaneError`` for anything that is not a ``kind`` of our protocol."""
     try:
         found: Any = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlaneError(f"not a lane message: {error}") from error
     if not isinstance(found, dict):
         raise PlaneError(f"not a lane message: {type(found).__name__}")
