@@ -111,6 +111,17 @@ def test_reasons_are_given_for_blocks_that_are_there() -> None:
         assert any(text.startswith(start) for text in readme), f"README has no block {start!r}"
 
 
+def test_every_link_to_a_file_leads_somewhere() -> None:
+    seen = 0
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if re.match(r"[a-z]+:|#", target):
+                continue
+            assert (page.parent / target.partition("#")[0]).exists(), f"{page.name}: {target}"
+            seen += 1
+    assert seen > 10
+
+
 def test_every_command_that_a_page_names_exists() -> None:
     known = {path.stem for path in (ROOT / "compose" / "commands").glob("*.py")}
     for page in PAGES:
