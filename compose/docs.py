@@ -179,7 +179,8 @@ async def scrape_when_ready(settings: Settings) -> dict[str, str]:
     end = time.monotonic() + _START_S
     while True:
         try:
-            return await scrape(settings)
+            await scrape(settings)
+            return await scrape(settings)  # the gateway has answered a request by now
         except UsageError:
             if time.monotonic() > end:
                 raise
