@@ -31,7 +31,7 @@ load: install
 	$(BIN)/python -m tests.load.run --seconds $(or $(SECONDS),120) --users $(or $(USERS),8) \
 		--rate $(or $(RATE),1)
 
-# The pages that are made from the code; needs a mesh that runs (make serve).
+# The pages that are made from the code.
 docs: install
 	$(BIN)/python -m compose.docs
 

@@ -1,28 +1,36 @@
-"""The pages of docs/ that are made from the code: ``make docs``, beside a mesh that runs.
+"""The pages of docs/ that are made from the code: ``make docs``.
 
-``configuration.md`` is made from the settings, ``metrics.md`` from what the mesh's processes serve.
-Tests hold both to what the code says now.
+``configuration.md`` is made from the settings, ``metrics.md`` from what the processes of a mesh
+serve, which is started for it. Tests hold both to what the code says now.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
+import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from compose.options import Source, UsageError
+from compose.options import UsageError
 from compose.probes import PlannerProbe, fetch_metrics
 from compose.settings_file import knob_texts, toml
-from mesh.config import Knob, knobs
+from mesh.config import Knob, knobs, load
 from mesh.settings import Settings
 
 _ANSWER_S = 5.0
+_START_S = 120.0
+_STOP_S = 30.0
+_LOOK_S = 0.2
 _ROLES = ("gateway", "router", "expert", "planner")
 _MADE = "<!-- Made by `make docs`; a test compares it with the code. -->\n"
 _OPEN_LABELS = frozenset({"endpoint", "status", "link", "peer", "layers"})
@@ -143,17 +151,49 @@ async def scrape(settings: Settings) -> dict[str, str]:
     return pages
 
 
-def main(folder: Path) -> int:
-    """Write the pages into ``folder``; returns an exit code."""
+@contextmanager
+def fresh_mesh() -> Iterator[Settings]:
+    """The settings of a mesh with the defaults, that runs until the block is left."""
+    with tempfile.TemporaryDirectory(prefix="moemesh-docs-") as home:
+        places = {"mesh.run_dir": f"{home}/run", "mesh.state_dir": f"{home}/state"}
+        command = [
+            sys.executable,
+            "-c",
+            "from compose.cli import main; main()",
+            "up",
+            "--port",
+            "0",
+        ]
+        for key, value in places.items():
+            command += ["--set", f"{key}={value}"]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as launcher:  # noqa: S603
+            try:
+                yield load(None, places, {}).settings
+            finally:
+                launcher.send_signal(signal.SIGINT)
+                launcher.wait(_STOP_S)
+
+
+async def scrape_when_ready(settings: Settings) -> dict[str, str]:
+    """``scrape`` of a mesh that is starting. Raises ``UsageError`` when it takes too long."""
+    end = time.monotonic() + _START_S
+    while True:
+        try:
+            await scrape(settings)
+            return await scrape(settings)  # the gateway has answered a request by now
+        except UsageError:
+            if time.monotonic() > end:
+                raise
+            await asyncio.sleep(_LOOK_S)
+
+
+def main(folder: Path) -> None:
+    """Write the pages into ``folder``. Raises ``UsageError`` when no mesh starts."""
     (folder / "configuration.md").write_text(configuration())
-    try:
-        pages = asyncio.run(scrape(Source().effective().settings))
-    except UsageError as error:
-        print(f"metrics.md was not made: {error}", file=sys.stderr)
-        return error.exit_code
+    with fresh_mesh() as settings:
+        pages = asyncio.run(scrape_when_ready(settings))
     (folder / "metrics.md").write_text(metrics(pages))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(__file__).resolve().parents[1] / "docs"))
+    main(Path(__file__).resolve().parents[1] / "docs")

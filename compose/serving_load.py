@@ -119,9 +119,15 @@ def lengths(shape: Shape) -> list[tuple[int, int]]:
 
 
 async def run_rate(
-    url: str, model: str, vocab: int, rate: float, shape: Shape, goal: Goal, key: str = ""
+    urls: Sequence[str],
+    model: str,
+    vocab: int,
+    rate: float,
+    shape: Shape,
+    goal: Goal,
+    key: str = "",
 ) -> Measured:
-    """Send all requests at ``rate`` a second and wait for the last answer.
+    """Send all requests at ``rate`` a second, to ``urls`` in turn, and wait for the last answer.
 
     A request that fails is counted, with its reason, and the others go on.
     """
@@ -142,7 +148,7 @@ async def run_rate(
             peak = max(peak, open_)
             try:
                 async with asyncio.timeout(shape.timeout_s):
-                    return await stream(url, bodies[index], key)
+                    return await stream(urls[index % len(urls)], bodies[index], key)
             except TimeoutError:
                 return f"no whole answer within {shape.timeout_s:g} s"
             except (LoadError, OSError) as error:

@@ -1,7 +1,7 @@
 """Structured logs: one JSON object, or one readable line, an event.
 
 API
-    ``configure(settings.logs, stream)``     once, at the start of a process
+    ``configure(settings.logs, role=, id=)`` once, at the start of a process
     ``structlog.get_logger(name)``           anywhere; ``bind`` ids once, then log
 
 Events are dotted and in the past tense (``plan.committed``); values are fields. ``trace`` is the
@@ -24,8 +24,10 @@ from mesh.settings import LogSettings
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
-def configure(settings: LogSettings, stream: TextIO | None = None) -> None:
-    """Send the process's logs to ``stream`` (standard error unless given)."""
+def configure(settings: LogSettings, stream: TextIO | None = None, **process: str) -> None:
+    """Send the process's logs to ``stream`` (standard error unless given). ``process``: what says
+    whose they are, for lines that no logger bound it to.
+    """
     out = sys.stderr if stream is None else stream
     level = _LEVELS[settings.level]
     console = settings.format == "console" or (settings.format == "auto" and out.isatty())
@@ -55,7 +57,11 @@ def configure(settings: LogSettings, stream: TextIO | None = None) -> None:
     handler = logging.StreamHandler(_Sink(out))
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[structlog.stdlib.add_logger_name, *common],
+            foreign_pre_chain=[
+                structlog.stdlib.add_logger_name,
+                lambda _logger, _method, event: {**process, **event},
+                *common,
+            ],
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *final],
         )
     )

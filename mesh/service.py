@@ -150,7 +150,7 @@ def run_service(
         print(f"{role}: {error}", file=sys.stderr)
         running = isinstance(error, AlreadyRunning)
         raise SystemExit(ExitCode.ALREADY_RUNNING if running else ExitCode.CANNOT_SERVE) from None
-    logs.configure(effective.settings.logs)
+    logs.configure(effective.settings.logs, role=role, id=flags.id)
     log = structlog.get_logger("service").bind(role=role, id=flags.id)
     with held:
         code = _run(role, flags, incarnation, effective, run_dir, log, main)

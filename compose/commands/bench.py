@@ -48,9 +48,9 @@ ApiKey = Annotated[
 
 
 class RunningMesh(msgspec.Struct, frozen=True, kw_only=True):
-    """What a load needs to know of the mesh on this host. ``url``: of its first ready gateway."""
+    """What a load needs to know of the mesh on this host. ``urls``: of its ready gateways."""
 
-    url: str
+    urls: tuple[str, ...]
     model: str
     vocab: int
     members: tuple[Member, ...]
@@ -70,7 +70,8 @@ async def running_mesh(settings: Settings) -> RunningMesh:
     gateways = [m for m in members if m.role == "gateway" and m.state == "ready" and m.control]
     if not gateways:
         raise UsageError("the mesh has no ready gateway", exit_code=1)
-    return RunningMesh(url=gateways[0].control, model=status.model, vocab=vocab, members=members)
+    urls = tuple(member.control for member in gateways)
+    return RunningMesh(urls=urls, model=status.model, vocab=vocab, members=members)
 
 
 @app.command
@@ -113,7 +114,7 @@ async def _profile(
 
     async def load(count: int, seed: int) -> Level:
         return await run_level(
-            found.url,
+            found.urls[0],
             found.model,
             streams,
             prompt_tokens=prompt_tokens,

@@ -98,13 +98,14 @@ async def _sweep(
 ) -> list[Measured]:
     mesh = await running_mesh(settings)
     warm_up = Shape(prompts=2, input_len=shape.input_len, output_len=4, timeout_s=shape.timeout_s)
-    first = await run_rate(mesh.url, mesh.model, mesh.vocab, math.inf, warm_up, Goal(), key)
+    first = await run_rate(mesh.urls, mesh.model, mesh.vocab, math.inf, warm_up, Goal(), key)
     if first.failed:
-        raise UsageError(f"{mesh.url} does not answer: {next(iter(first.errors))}", exit_code=1)
+        raise UsageError(f"{mesh.urls[0]} does not answer: {next(iter(first.errors))}", exit_code=1)
     results = []
     for rate in rates:
         with console.status(f"{shape.prompts} requests at {_shown(rate)}"):
-            results.append(await run_rate(mesh.url, mesh.model, mesh.vocab, rate, shape, goal, key))
+            one = await run_rate(mesh.urls, mesh.model, mesh.vocab, rate, shape, goal, key)
+        results.append(one)
     return results
 
 

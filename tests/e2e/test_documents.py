@@ -111,6 +111,17 @@ def test_reasons_are_given_for_blocks_that_are_there() -> None:
         assert any(text.startswith(start) for text in readme), f"README has no block {start!r}"
 
 
+def test_every_link_to_a_file_leads_somewhere() -> None:
+    seen = 0
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if re.match(r"[a-z]+:|#", target):
+                continue
+            assert (page.parent / target.partition("#")[0]).exists(), f"{page.name}: {target}"
+            seen += 1
+    assert seen > 10
+
+
 def test_every_command_that_a_page_names_exists() -> None:
     known = {path.stem for path in (ROOT / "compose" / "commands").glob("*.py")}
     for page in PAGES:
@@ -122,16 +133,21 @@ def test_every_command_that_a_page_names_exists() -> None:
 def test_every_setting_that_a_page_names_exists() -> None:
     known = {knob.key for knob in knobs()}
     sections = {key.partition(".")[0] for key in known}
+    # Events of the logs, modules and files look the same.
+    source = "".join(path.read_text() for s in sections for path in (ROOT / s).rglob("*.py"))
+    for role in ("gateway", "router_svc", "expert_svc", "planner_svc", "compose"):
+        source += "".join(path.read_text() for path in (ROOT / role).rglob("*.py"))
     for page in PAGES:
         for quoted in re.findall(r"`([^`\n]*)`", page.read_text()):
-            found = re.fullmatch(r"(?:--set )?(([a-z]+)\.([a-z_]+))(?: ?=.*)?", quoted)
-            if found is None or found[2] not in sections:
+            found = re.fullmatch(r"(?:--set )?((\w+)\.(\w+))(?: ?=.*)?", quoted)
+            if found is None or found[2] not in sections or found[1] in known:
                 continue
             is_module = (ROOT / found[2] / f"{found[3]}.py").exists() or (
                 ROOT / found[2] / found[3]
             ).is_dir()
             is_file = found[3] in {"svg", "json", "md", "toml", "csv", "html", "py"}
-            assert found[1] in known or is_module or is_file, f"{page.name}: no setting {found[1]}"
+            is_event = f'"{found[1]}"' in source
+            assert is_module or is_file or is_event, f"{page.name}: no setting {found[1]}"
 
 
 def test_the_page_of_the_api_has_every_error() -> None:

@@ -122,8 +122,9 @@ def main() -> int:
             mesh, arguments.out,
             seconds=arguments.seconds, users=arguments.users, rate=arguments.rate,
         )  # fmt: skip
+    (arguments.out / "load.txt").write_text(table(result) + "\n")
     print(table(result))
-    print(f"\n{arguments.out}: load.html, load_stats.csv, load_stats_history.csv")
+    print(f"\n{arguments.out}: load.txt, load.html, load_stats.csv, load_stats_history.csv")
     if not result.ok:
         print(result.output, file=sys.stderr)
     return 0 if result.ok else 1

@@ -96,7 +96,7 @@ def test_percentiles_lie_between_the_two_nearest() -> None:
 
 def test_a_server_that_is_not_there_is_a_failure_of_each_request() -> None:
     shape = Shape(prompts=3, input_len=2, output_len=2, concurrency=1, timeout_s=5.0)
-    measured = asyncio.run(run_rate("http://127.0.0.1:1", "m", 500, math.inf, shape, Goal()))
+    measured = asyncio.run(run_rate(["http://127.0.0.1:1"], "m", 500, math.inf, shape, Goal()))
     assert (measured.completed, measured.failed, measured.peak_concurrency) == (0, 3, 1)
     assert measured.latencies["ttft"] == {}
     ElementTree.fromstring(draw([measured], "nothing"))

@@ -70,7 +70,7 @@ def test_standard_library_records_come_out_the_same_way() -> None:
     root = logging.getLogger()
     before = (list(root.handlers), root.level)
     try:
-        logs.configure(LogSettings(format="json", level="warning"), out)
+        logs.configure(LogSettings(format="json", level="warning"), out, id="router-0")
         logging.getLogger("asyncio").warning("slow %s", "callback")
         logging.getLogger("asyncio").info("unseen")
         structlog.get_logger("x").info("unseen")
@@ -78,6 +78,7 @@ def test_standard_library_records_come_out_the_same_way() -> None:
         record = json.loads(line)
         assert record["event"] == "slow callback"
         assert record["logger"] == "asyncio"
+        assert record["id"] == "router-0"
     finally:
         root.handlers[:], level = before
         root.setLevel(level)
