@@ -116,7 +116,7 @@ def expand(text: str, values: Mapping[str, str]) -> str:
 class Builder:
     def __init__(self, work: Path, lent: Sequence[str], given: Mapping[str, str]) -> None:
         self.work = work
-        self.lent = [path for path in (*LENT, *lent) if Path(path).exists()]
+        self.lent = [path for path in {*LENT, *pip_paths(), *lent} if Path(path).exists()]
         self.given = given
         self.base = work / "base"
         self.context = work / "context"
@@ -169,9 +169,9 @@ class Builder:
                 stage.user = one.rest
             case "WORKDIR":
                 stage.workdir = one.rest
-                made = self._layer(stage) / one.rest.lstrip("/")
-                made.mkdir(parents=True)
-                shutil.copystat(self.base, made)
+                place = self._layer(stage) / one.rest.lstrip("/")
+                place.mkdir(parents=True)
+                shutil.copystat(self.base, place)
             case "COPY":
                 self._copy(stage, one.rest)
             case "RUN":
@@ -245,6 +245,13 @@ class Builder:
             with contextlib.suppress(OSError):
                 target = upper / path.lstrip("/")
                 target.rmdir() if target.is_dir() else target.unlink()
+
+
+def pip_paths() -> list[str]:
+    """Files and folders that this machine's configuration of pip names."""
+    said = run([sys.executable, "-m", "pip", "config", "debug"], capture=True)
+    said += os.environ.get("PIP_FIND_LINKS", "")
+    return [path.removesuffix("/simple") for path in re.findall(r"(/(?!/)[\w./+-]+)", said)]
 
 
 def copy_context(into: Path) -> None:
