@@ -84,6 +84,7 @@ class Health:
         self._stopping = False
         self._stalled = False
         self._unreachable = False
+        self._unwritten = False
 
     def watch(
         self, name: str, count: Callable[[], Hashable], wake: Callable[[], None] | None = None
@@ -96,12 +97,12 @@ class Health:
     def ready(self) -> None:
         """The service does its work from now on."""
         self._ready = True
-        self._notify("READY=1")
+        self._notify("READY=1\nSTATUS=ready")
 
     def stopping(self) -> None:
         """The service leaves."""
         self._stopping = True
-        self._notify("STOPPING=1")
+        self._notify("STOPPING=1\nSTATUS=stopping")
 
     async def run(self) -> None:
         """Beat until cancelled; the file goes with it."""
@@ -166,7 +167,11 @@ class Health:
             new.replace(self._path)
         except OSError as error:
             # A full disk must not end a service that serves; its health check will say so.
-            self._log.warning("health.not_written", file=str(self._path), error=str(error))
+            if not self._unwritten:
+                self._log.warning("health.not_written", file=str(self._path), error=str(error))
+            self._unwritten = True
+        else:
+            self._unwritten = False
 
     def _notify(self, state: str) -> None:
         try:
