@@ -40,7 +40,6 @@ _BEATS_PER_WATCHDOG = 3
 _MORE_TIME_US = 90_000_000
 """Asked for with each beat before a service is ready and while it stops."""
 _STALLED_S = 20.0
-_NOTIFY_TIMEOUT_S = 1.0
 FRESH_S = 15.0
 """A beat that is older does not count as a sign of life: several steps of a slow machine."""
 
@@ -85,6 +84,7 @@ class Health:
         self._stopping = False
         self._stalled = False
         self._unreachable = False
+        self._unwritten = False
 
     def watch(
         self, name: str, count: Callable[[], Hashable], wake: Callable[[], None] | None = None
@@ -97,12 +97,12 @@ class Health:
     def ready(self) -> None:
         """The service does its work from now on."""
         self._ready = True
-        self._notify("READY=1")
+        self._notify("READY=1\nSTATUS=ready")
 
     def stopping(self) -> None:
         """The service leaves."""
         self._stopping = True
-        self._notify("STOPPING=1")
+        self._notify("STOPPING=1\nSTATUS=stopping")
 
     async def run(self) -> None:
         """Beat until cancelled; the file goes with it."""
@@ -131,6 +131,11 @@ class Health:
         reason = self.why_not_ready()
         self._write(Report(beat=now, reason=reason))
         words = ["WATCHDOG=1", "STATUS=" + (" ".join(reason.split()) or "ready")]
+        # What was said before is said again, since a manager whose queue is full takes nothing.
+        if self._stopping:
+            words.append("STOPPING=1")
+        elif self._ready:
+            words.append("READY=1")
         if self._stopping or not self._ready:
             words.append(f"EXTEND_TIMEOUT_USEC={_MORE_TIME_US}")
         self._notify("\n".join(words))
@@ -162,7 +167,11 @@ class Health:
             new.replace(self._path)
         except OSError as error:
             # A full disk must not end a service that serves; its health check will say so.
-            self._log.warning("health.not_written", file=str(self._path), error=str(error))
+            if not self._unwritten:
+                self._log.warning("health.not_written", file=str(self._path), error=str(error))
+            self._unwritten = True
+        else:
+            self._unwritten = False
 
     def _notify(self, state: str) -> None:
         try:
@@ -176,8 +185,8 @@ class Health:
 
 
 def sd_notify(state: str) -> None:
-    """Tell systemd a state, by its notify protocol; do nothing without systemd. Raises ``OSError``
-    when it does not take it.
+    """Tell systemd a state, by its notify protocol; do nothing without systemd. Never waits: raises
+    ``OSError`` when it is not taken at once.
     """
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
@@ -185,7 +194,7 @@ def sd_notify(state: str) -> None:
     if address[0] == "@":
         address = "\0" + address[1:]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as link:
-        link.settimeout(_NOTIFY_TIMEOUT_S)
+        link.setblocking(False)
         link.connect(address)
         link.sendall(state.encode())
 

@@ -1,6 +1,6 @@
 """Build the images and run a compose file's services without a container engine.
 
-    sudo python compose/docker/prove.py [--work DIR] [--lend PATH]... [--arg NAME=VALUE]...
+    sudo python compose/docker/prove.py [--fresh] [--work DIR] [--lend PATH]... [--arg K=V]...
 
 For machines where no engine runs: each instruction of the Dockerfile is carried out in its order on
 a root that debootstrap makes, each layer in an overlay of its own, and its size is measured. Then
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -116,12 +117,11 @@ def expand(text: str, values: Mapping[str, str]) -> str:
 class Builder:
     def __init__(self, work: Path, lent: Sequence[str], given: Mapping[str, str]) -> None:
         self.work = work
-        self.lent = [path for path in (*LENT, *lent) if Path(path).exists()]
+        self.lent = [path for path in {*LENT, *pip_paths(), *lent} if Path(path).exists()]
         self.given = given
         self.base = work / "base"
         self.context = work / "context"
         self.stages = stages(instructions((HERE / "Dockerfile").read_text()), given)
-        self._count = 0
 
     def prepare(self) -> None:
         """The base's root, kept between runs, and the build context."""
@@ -137,7 +137,6 @@ class Builder:
             (self.base / "etc/dpkg/dpkg.cfg.d/docker").write_text(excluded)
         shutil.rmtree(self.context, ignore_errors=True)
         copy_context(self.context)
-        shutil.rmtree(self.work / "layers", ignore_errors=True)
 
     def build(self, name: str) -> Stage:
         """Carry out a stage's instructions, after those of the stages that it needs."""
@@ -169,13 +168,12 @@ class Builder:
                 stage.user = one.rest
             case "WORKDIR":
                 stage.workdir = one.rest
-                made = self._layer(stage) / one.rest.lstrip("/")
-                made.mkdir(parents=True)
-                shutil.copystat(self.base, made)
+                place = one.rest.lstrip("/")
+                if not any((layer / place).is_dir() for layer in (*stage.layers, self.base)):
+                    raise SystemExit(f"WORKDIR {one.rest}: make it before, with its owner")
             case "COPY":
                 self._copy(stage, one.rest)
             case "RUN":
-                say(f"[{stage.name}] {one.rest[:100]}")
                 self._run(stage, one.rest, values)
             case "ENTRYPOINT":
                 stage.entrypoint = json.loads(one.rest)
@@ -186,12 +184,21 @@ class Builder:
             case other:
                 raise SystemExit(f"prove.py does not know {other}")
 
-    def _layer(self, stage: Stage) -> Path:
-        self._count += 1
-        layer = self.work / "layers" / f"{self._count:02}-{stage.name}"
-        layer.mkdir(parents=True)
+    @contextlib.contextmanager
+    def _layer(self, stage: Stage, *made_of: str) -> Iterator[Path | None]:
+        """A new layer to fill, or None where an earlier run made it of the same."""
+        everything = [*(layer.name for layer in stage.layers), *made_of]
+        key = hashlib.sha256("\0".join(everything).encode()).hexdigest()[:12]
+        layer = self.work / "layers" / f"{stage.name}-{key}"
+        if layer.exists():
+            yield None
+        else:
+            new = layer.with_suffix(".new")
+            shutil.rmtree(new, ignore_errors=True)
+            made(new)
+            yield new
+            new.rename(layer)
         stage.layers.insert(0, layer)
-        return layer
 
     def _copy(self, stage: Stage, rest: str) -> None:
         words = rest.split()
@@ -199,24 +206,41 @@ class Builder:
         if words[0].startswith("--from="):
             origins = self.build(words.pop(0).removeprefix("--from=")).layers
         *sources, target = words
-        layer = self._layer(stage)
-        into = layer / target.lstrip("/")
-        for source in (source.lstrip("/") for source in sources):
-            # A directory may have been written in several layers; the newest comes last.
-            for origin in reversed(origins):
-                many = sorted(origin.glob(source)) if "*" in source else [origin / source]
-                for one in many:
-                    if one.is_dir():
-                        run(["cp", "-a", "--", f"{one}/.", made(into)])
-                    elif one.exists():
-                        run(["cp", "-a", "--", str(one), made(into)])
-        if not into.exists():
+        # A directory may have been written in several layers; the newest comes last.
+        found = [
+            one
+            for source in (source.lstrip("/") for source in sources)
+            for origin in reversed(origins)
+            for one in (sorted(origin.glob(source)) if "*" in source else [origin / source])
+            if one.exists()
+        ]
+        if not found:
             raise SystemExit(f"COPY {rest}: nothing to copy")
-        run(["find", str(layer), "-type", "c", "-delete"])  # what a later layer had removed
+        of = [digest(one) if origins == [self.context] else str(one) for one in found]
+        with self._layer(stage, "COPY", rest, *of) as layer:
+            if layer is None:
+                return
+            into = made(layer / target.lstrip("/"))
+            for one in found:
+                run(["cp", "-a", "--", f"{one}/." if one.is_dir() else str(one), into])
+            run(["find", str(layer), "-type", "c", "-delete"])  # what a later layer had removed
 
     def _run(self, stage: Stage, command: str, values: Mapping[str, str]) -> None:
         lower = list(stage.layers)
-        upper = self._layer(stage)
+        given = [f"{key}={value}" for key, value in sorted(values.items())]
+        with self._layer(stage, "RUN", command, stage.user, *given) as upper:
+            if upper is not None:
+                say(f"[{stage.name}] {command[:100]}")
+                self._run_in(lower, upper, stage, command, values)
+
+    def _run_in(
+        self,
+        lower: Sequence[Path],
+        upper: Path,
+        stage: Stage,
+        command: str,
+        values: Mapping[str, str],
+    ) -> None:
         scratch = self.work / "scratch"
         shutil.rmtree(scratch, ignore_errors=True)
         root, done = made(scratch / "root"), made(scratch / "work")
@@ -245,6 +269,22 @@ class Builder:
             with contextlib.suppress(OSError):
                 target = upper / path.lstrip("/")
                 target.rmdir() if target.is_dir() else target.unlink()
+
+
+def digest(path: Path) -> str:
+    """Of a file's content, or of all files in a directory."""
+    files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+    total = hashlib.sha256()
+    for one in files:
+        total.update(str(one.relative_to(path)).encode() + b"\0" + one.read_bytes() + b"\0")
+    return total.hexdigest()
+
+
+def pip_paths() -> list[str]:
+    """Files and folders that this machine's configuration of pip names."""
+    said = run([sys.executable, "-m", "pip", "config", "debug"], capture=True)
+    said += os.environ.get("PIP_FIND_LINKS", "")
+    return [path.removesuffix("/simple") for path in re.findall(r"(/(?!/)[\w./+-]+)", said)]
 
 
 def copy_context(into: Path) -> None:
@@ -325,16 +365,23 @@ class Container:
         """SIGTERM to the process that is the first of its namespace; its exit code."""
         assert self.process is not None
         limit_s = float(self.service["stop_grace_period"].removesuffix("s"))
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        for child in children.split():
-            os.kill(int(child), signal.SIGTERM)
+        self._signal(signal.SIGTERM)
         return self.process.wait(limit_s)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the first process of its namespace; all others there end with it."""
+        assert self.process is not None
+        pid = self.process.pid
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            os.kill(int(child), number)
 
     def ended(self) -> bool:
         return self.process is not None and self.process.poll() is not None
 
     def kill(self) -> None:
         if self.process is not None and self.process.poll() is None:
+            # Not unshare alone: whoever has changed its user does not die with its parent.
+            self._signal(signal.SIGKILL)
             self.process.kill()
             self.process.wait()
 
@@ -458,7 +505,7 @@ def look(name: str, one: Container) -> None:
     """Hold an image to what it promises."""
     script = (
         "id -u; for p in gcc cc ld as make pip; do command -v $p; done; "
-        "find / -xdev -writable -not -type l -not -path '/proc/*' 2>/dev/null | head -3; "
+        "find /bin /etc /lib /opt /sbin /usr -writable -not -type l 2>/dev/null | head -3; "
         "touch /opt/moemesh/x 2>/dev/null && echo writable; "
         "python -P -c 'import torch' 2>/dev/null && echo torch"
     )
@@ -498,9 +545,12 @@ def say(text: str) -> None:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--work", type=Path, default=Path("/var/tmp/moemesh-prove"))
+    parser.add_argument("--fresh", action="store_true", help="use nothing of an earlier run")
     parser.add_argument("--lend", action="append", default=[], help="a path that RUN may read")
     parser.add_argument("--arg", action="append", default=[], metavar="NAME=VALUE")
     flags = parser.parse_args(argv)
+    if flags.fresh:
+        shutil.rmtree(flags.work, ignore_errors=True)
     given = dict(item.split("=", 1) for item in flags.arg)
     print(json.dumps(prove(Builder(flags.work, flags.lend, given)), indent=2))
     return 0

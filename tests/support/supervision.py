@@ -93,10 +93,16 @@ class Supervised:
         return self.log.read_text(errors="replace")[-6000:]
 
     def end(self, number: signal.Signals = signal.SIGTERM, deadline_s: float = 30.0) -> int:
+        if self._socket.fileno() < 0:
+            return int(self.process.returncode)
+        self._drain()  # a full queue would take nothing more
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            return self.process.wait(deadline_s)
+            code = self.process.wait(deadline_s)
+            while self._receive(0.0):
+                pass
+            return int(code)
         finally:
             self.process.kill()
             self.process.wait()

@@ -55,12 +55,8 @@ def test_the_files_are_of_the_compose_specification(document: dict[str, Any]) ->
 def test_variables_are_settings(document: dict[str, Any]) -> None:
     known = {knob.variable for knob in knobs()} | set(SECRET_VARIABLES)
     for name, service in document["services"].items():
-        unknown = {v for v in service["environment"] if v not in known and not _later(v)}
+        unknown = {v for v in service["environment"] if v not in known}
         assert not unknown, name
-
-
-def _later(variable: str) -> bool:
-    return variable.startswith("MOEMESH_NETWORK_") and not hasattr(Settings(), "network")
 
 
 def test_every_service_is_guarded(document: dict[str, Any]) -> None:

@@ -190,3 +190,13 @@ def test_the_command_answers_by_its_exit_code(tmp_path: Path) -> None:
     path.write_bytes(msgspec.json.encode(Report(beat=time.monotonic(), reason="loading")))
     assert check(tmp_path, "--id", "router-0") == (1, "loading\n")
     assert check(tmp_path, "--id", "router-0", "--alive") == (0, "alive\n")
+
+
+def test_a_run_directory_that_is_gone_costs_one_line_and_no_service(
+    tmp_path: Path, log: FilteringBoundLogger
+) -> None:
+    scene = Scene(tmp_path / "gone" / "x.health", log)
+    with capture_logs() as logs:
+        assert scene.look()
+        assert scene.look()
+    assert [line["event"] for line in logs] == ["health.not_written"]
