@@ -97,6 +97,8 @@ class Lanes:
                 self._plane.disconnect(peer)
                 self._log.info("lane.closed", peer=peer, reason="the worker left the mesh")
                 closed.append(peer)
+        for id_ in before.keys() - self._wanted.keys():
+            self._plane.disconnect(id_)  # ends an attempt under way, if there is one
         return closed
 
     def tend(self, *, busy: bool) -> bool:

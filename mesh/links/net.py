@@ -31,6 +31,13 @@ LINGER_MS = 200
 _HANDSHAKE_MS = 5_000
 """A peer that connects and then says nothing is let go of after this."""
 _REDIAL_S = 1.0
+_BEAT_MS = 500
+_SILENT_MS = 3_000
+"""Over TCP a client asks its server for a sign of life, and connects anew when none comes. Without
+that TCP would try the old connection ever more rarely, and a link that was cut for a minute would
+stay useless for another one."""
+_CONNECT_MS = 1_000
+"""How long one attempt may take."""
 _DRAIN_BATCH = 256
 """Messages read before other callbacks of the loop get their turn."""
 _ZAP = "inproc://zeromq.zap.01"
@@ -123,6 +130,10 @@ class Net:
                 socket.setsockopt(zmq.CURVE_SERVERKEY, key.encode())
                 socket.setsockopt(zmq.CURVE_PUBLICKEY, keyring.own.public.encode())
                 socket.setsockopt(zmq.CURVE_SECRETKEY, keyring.own.secret.encode())
+            if address.startswith(TCP):
+                socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
+                socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
+                socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
             socket.connect(address)
         except (zmq.ZMQError, LinkError) as error:
             raise LinkError(f"cannot connect to {address}: {error}") from None

@@ -305,6 +305,12 @@ class Carrier:
         return [self._bytes[at : at + size]]
 
 
+def own_memory(size_bytes: int) -> mmap.mmap:
+    """One end's memory of a lane, all there: a first touch would cost. Raises ``OSError``."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    return mmap.mmap(-1, size_bytes, flags=flags)
+
+
 def _slot_at(layout: LaneLayout, index: int) -> int:
     return layout.slots + index * layout.slot_bytes
 

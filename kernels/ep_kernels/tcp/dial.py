@@ -53,18 +53,20 @@ class Dial:
         return connection
 
     def cancel(self) -> None:
-        """End the attempt soon, and whatever it has opened."""
+        """End the attempt soon, and whatever it has opened. Never blocks."""
         with self._lock:
             self._cancelled = True
-            if self._connection is not None:
-                with contextlib.suppress(OSError):
-                    self._connection.shutdown(socket.SHUT_RDWR)
-        # Only looking a name up may take longer.
-        self._thread.join(1.0)
-        with self._lock:
-            if self._connection is not None:
+            if self._connection is None:
+                return
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+            if self._done.is_set():
                 self._connection.close()
                 self._connection = None
+
+    def join(self) -> None:
+        """After ``cancel``: wait a moment for the thread. Only looking a name up takes longer."""
+        self._thread.join(1.0)
 
     def _run(self) -> None:
         peer = self.offer.expert
@@ -89,7 +91,7 @@ class Dial:
                     self._connection.close()
                     self._connection = None
                     self._error = self._error or PlaneError("the attempt was cancelled")
-            self._done.set()
+                self._done.set()
 
     def _connect(self, deadline: float) -> socket.socket:
         """To the first of the host's addresses that answers. Raises ``OSError``."""

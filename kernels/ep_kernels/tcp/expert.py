@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import socket
 from collections.abc import Iterable
 
@@ -14,7 +13,7 @@ from ep_kernels.shm.expert import ExpertLane, ShmExpertPlane
 from ep_kernels.shm.handshake import Offer, Reply, decode, encode
 from ep_kernels.shm.lane import LaneMemory
 from ep_kernels.tcp import handshake
-from ep_kernels.tcp.carrier import BEATS, Carrier, Kind
+from ep_kernels.tcp.carrier import BEATS, Carrier, Kind, own_memory
 from ep_kernels.tcp.dial import prepare
 
 _log = logging.getLogger(__name__)
@@ -161,7 +160,7 @@ class TcpExpertPlane(ShmExpertPlane):
         layout = self._examine(offer)
         sender = self._free_sender(offer)
         try:
-            mapping = mmap.mmap(-1, layout.total_bytes)
+            mapping = own_memory(layout.total_bytes)
         except OSError as error:
             raise PlaneError(f"the lane's memory: {error}") from error
         lane_memory = LaneMemory(mapping, layout)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
-
 from ep_kernels.plane import LanePending, LaneShape, PlaneError
 from ep_kernels.shm.doorbell import SPIN_NS
 from ep_kernels.shm.lane import LaneMemory
 from ep_kernels.shm.router import RouterLane, ShmRouterPlane
-from ep_kernels.tcp.carrier import BEATS, Carrier, Kind
+from ep_kernels.tcp.carrier import BEATS, Carrier, Kind, own_memory
 from ep_kernels.tcp.dial import Dial
 from ep_kernels.tcp.handshake import SCHEME, LaneAddress, read_address
 
@@ -46,7 +44,7 @@ class TcpRouterPlane(ShmRouterPlane):
             raise LanePending(f"{peer} at {dial.address} has not answered so far")
         self._dials.pop(peer, None)
         connection = dial.result()
-        mapping = mmap.mmap(-1, self._layout.total_bytes)
+        mapping = own_memory(self._layout.total_bytes)
         lane_memory = LaneMemory(mapping, self._layout)
 
         def lost(reason: str, corrupt: bool) -> None:
@@ -75,8 +73,12 @@ class TcpRouterPlane(ShmRouterPlane):
         self._disconnect_lane(peer)
 
     def close(self) -> None:
-        for peer in tuple(self._dials):
-            self.disconnect(peer)
+        dials = tuple(self._dials.values())
+        for dial in dials:
+            dial.cancel()
+        for dial in dials:
+            dial.join()
+        self._dials.clear()
         super().close()
 
     def _disconnect_lane(self, peer: str) -> None:

@@ -40,10 +40,15 @@ class Plane:
     def __init__(self, outcomes: dict[str, Exception | None]) -> None:
         self.outcomes = outcomes
         self.tried: list[str] = []
+        self.disconnected: list[str] = []
         self.up: dict[str, int] = {}
 
     def peers(self) -> dict[str, int]:
-        return self.up
+        return dict(self.up)
+
+    def disconnect(self, peer: str) -> None:
+        self.disconnected.append(peer)
+        self.up.pop(peer, None)
 
     def connect(self, peer: str, address: str, incarnation: int, timeout_s: float) -> None:
         self.tried.append(address)
@@ -87,3 +92,14 @@ def test_a_lane_that_opens_in_the_background_is_taken_once_it_stands() -> None:
     now = 0.06
     assert lanes.tend(busy=True)
     assert lanes.serving() == {"e0"}
+
+
+@pytest.mark.parametrize("up", [True, False])
+def test_a_worker_that_leaves_takes_its_lane_along_or_the_attempt_at_one(*, up: bool) -> None:
+    plane = Plane({UNIX: None if up else PlaneError("?"), TCP: LanePending("not yet")})
+    lanes = Lanes(plane, lambda: 0.0, structlog.get_logger(), reach("auto", "here"))
+    lanes.want([WORKER])
+    lanes.tend(busy=True)
+    assert lanes.want([]) == (["e0"] if up else [])
+    assert "e0" in plane.disconnected
+    assert plane.up == {}
