@@ -117,3 +117,12 @@ def test_a_device_without_tiles_is_refused_by_name(monkeypatch: pytest.MonkeyPat
     assert tuning.architecture_of(torch.device("cuda")) == 100
     with pytest.raises(tuning.UnsupportedArchitecture, match="device 'meta'"):
         tuning.architecture_of(torch.device("meta"))
+
+
+def test_fp8_is_refused_where_the_matrix_unit_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert tuning.architecture_of(torch.device("cuda")) == 80
+    with pytest.raises(tuning.UnsupportedArchitecture, match="FP8 on sm_80; accepted are sm_90"):
+        tuning.fp8_architecture_of(torch.device("cuda"))

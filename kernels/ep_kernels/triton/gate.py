@@ -116,8 +116,8 @@ def gate(
             experts,
             weights,
             width,
-            rule.epsilon,
-            rule.scale,
+            float(rule.epsilon),  # a whole number would be compiled in
+            float(rule.scale),
             **_constants(rule, biased=bias is not None),
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,

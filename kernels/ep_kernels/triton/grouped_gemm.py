@@ -33,10 +33,9 @@ from ep_kernels.triton.quantise import (
 from ep_kernels.triton.registry import Variant
 from ep_kernels.triton.tuning import (
     FP8_ARCHITECTURES,
-    INTERPRETED,
     Tile,
-    UnsupportedArchitecture,
     architecture_of,
+    fp8_architecture_of,
     tile,
 )
 
@@ -94,6 +93,12 @@ class SlotWeights:
     @property
     def is_fp8(self) -> bool:
         return self.gate_up.dtype is torch.float8_e4m3fn
+
+    @property
+    def architecture(self) -> int:
+        """Of their device. Raises ``UnsupportedArchitecture``, also for FP8 where there is none."""
+        device = self.down.device
+        return fp8_architecture_of(device) if self.is_fp8 else architecture_of(device)
 
     @property
     def num_slots(self) -> int:
@@ -218,8 +223,6 @@ def regime_of(pairs: int, num_slots: int) -> Regime:
 
 def _tiles(architecture: int, *, fp8: bool, regime: Regime) -> tuple[Tile, Tile]:
     """Of both products. They share the plan, so their rows are as high."""
-    if fp8 and architecture not in (*FP8_ARCHITECTURES, INTERPRETED):
-        raise UnsupportedArchitecture(f"FP8 on sm_{architecture}", FP8_ARCHITECTURES)
     kind = "fp8" if fp8 else "bf16"
     up, down = (
         tile(f"grouped_gemm.{name}.{kind}.{regime}", architecture) for name in ("gate_up", "down")
@@ -232,8 +235,7 @@ def block_m_of(weights: SlotWeights, regime: Regime) -> int:
     """Rows of a tile: what ``permute.plan`` is to be asked for. Raises
     ``UnsupportedArchitecture``.
     """
-    architecture = architecture_of(weights.down.device)
-    return _tiles(architecture, fp8=weights.is_fp8, regime=regime)[0]["BLOCK_M"]
+    return _tiles(weights.architecture, fp8=weights.is_fp8, regime=regime)[0]["BLOCK_M"]
 
 
 def grouped_ffn(
@@ -250,7 +252,6 @@ def grouped_ffn(
     hidden, inter = weights.hidden, weights.intermediate
     check_tensor("x", x, (plan.rows, hidden), weights.down.dtype, like=weights.down)
     check_tensor("plan.tile_slot", plan.tile_slot, (None,), torch.int32, like=x)
-    architecture = architecture_of(x.device)
     fp8 = weights.is_fp8
     if fp8 != (x_scale is not None):
         raise KernelArgumentError(
@@ -258,7 +259,7 @@ def grouped_ffn(
         )
     if x_scale is not None:
         check_tensor("x_scale", x_scale, (plan.rows, hidden // GROUP), torch.float32, like=x)
-    up_tile, down_tile = _tiles(architecture, fp8=fp8, regime=regime)
+    up_tile, down_tile = _tiles(weights.architecture, fp8=fp8, regime=regime)
     if plan.block_m != up_tile["BLOCK_M"]:
         raise KernelArgumentError(
             "plan", f"made for tiles of {plan.block_m} rows", f"{up_tile['BLOCK_M']} for {regime}"

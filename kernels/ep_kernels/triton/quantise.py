@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ep_kernels.triton.arguments import KernelArgumentError, check_tensor
 from ep_kernels.triton.registry import Variant
-from ep_kernels.triton.tuning import FP8_ARCHITECTURES, architecture_of, tile
+from ep_kernels.triton.tuning import FP8_ARCHITECTURES, fp8_architecture_of, tile
 
 GROUP: Final = 128
 """Values that share a scale."""
@@ -55,13 +55,14 @@ def _quantise(
 
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``x [rows, width]`` fp32, bf16 or fp16 -> e4m3 of the same shape, and scales ``[rows, width /
-    128]`` fp32. A NaN or infinite value is NaN in its group. Raises ``KernelArgumentError``.
+    128]`` fp32. A NaN or infinite value is NaN in its group. Raises ``KernelArgumentError`` and
+    ``UnsupportedArchitecture``.
     """
     check_tensor("x", x, (None, None), torch.float32, torch.bfloat16, torch.float16)
     rows, width = x.shape
     if width % GROUP:
         raise KernelArgumentError("x", f"{width} wide", f"a width divisible by {GROUP}")
-    shape = tile("quantise", architecture_of(x.device))
+    shape = tile("quantise.fp8", fp8_architecture_of(x.device))
     out = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((rows, width // GROUP), dtype=torch.float32, device=x.device)
     groups = scales.numel()
@@ -116,7 +117,7 @@ def variants(architecture: int) -> tuple[Variant, ...]:
     """Activations of any width."""
     if architecture not in FP8_ARCHITECTURES:
         return ()
-    shape = tile("quantise", architecture)
+    shape = tile("quantise.fp8", architecture)
     return (
         Variant(
             kernel="quantise",

@@ -67,7 +67,10 @@ TABLE: Final[Mapping[str, Mapping[int, Tile]]] = {
     "permute.plan": _everywhere(Tile({"TILES": 8}), Tile({"TILES": 4})),
     # 16 bytes a thread and load.
     "permute": _everywhere(Tile({"BLOCK": 1024}), Tile({"BLOCK": 64})),
-    "quantise": _everywhere(Tile({"BLOCK": 8}), Tile({"BLOCK": 16})),
+    "quantise.fp8": {
+        INTERPRETED: Tile({"BLOCK": 16}),
+        **dict.fromkeys(FP8_ARCHITECTURES, Tile({"BLOCK": 8})),
+    },
     # Decoding reads each weight once for few rows: low tiles, many stages in flight. Wgmma and
     # tcgen05 want at least 64 rows.
     "grouped_gemm.gate_up.bf16.decode": {
@@ -134,4 +137,12 @@ def architecture_of(device: torch.device) -> int:
     found = _SAME_FAMILY.get(found, found)
     if found not in ARCHITECTURES:
         raise UnsupportedArchitecture(f"sm_{found}")
+    return found
+
+
+def fp8_architecture_of(device: torch.device) -> int:
+    """The same for a kernel that works in FP8."""
+    found = architecture_of(device)
+    if found not in (*FP8_ARCHITECTURES, INTERPRETED):
+        raise UnsupportedArchitecture(f"FP8 on sm_{found}", FP8_ARCHITECTURES)
     return found
