@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from time import perf_counter_ns
 
 import torch
 
@@ -66,6 +67,8 @@ class FollowerLinks:
         self._links = links
         self._timeout_s = timeout_s
         self._answers: list[torch.Tensor] = []
+        self.waited_ns = 0
+        """Time spent in ``answers``, since start."""
         for link in links:
             link.settimeout(timeout_s)
 
@@ -109,8 +112,10 @@ class FollowerLinks:
 
     def answers(self) -> list[torch.Tensor]:
         """What the followers answered, in order of rank, fp32."""
+        started = perf_counter_ns()
         for rank, (link, answer) in enumerate(zip(self._links, self._answers, strict=True), 1):
             self._receive(rank, link, _bytes(answer))
+        self.waited_ns += perf_counter_ns() - started
         return self._answers
 
     def _receive(self, rank: int, link: socket.socket, into: memoryview) -> None:
