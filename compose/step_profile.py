@@ -72,14 +72,15 @@ def router_profile(member: str, before: Reading, after: Reading) -> Profile:
     steps = max(grown("moemesh_router_steps_total"), 1.0)
     copy = grown("moemesh_router_lane_copy_seconds_total")
     signal = grown("moemesh_router_lane_signal_seconds_total")
+    group = grown("moemesh_router_group_wait_seconds_total")
     # Routing, copying, signalling and waiting lie between a dispatch and its combine, where the
     # router notes the time in which neither it nor a worker ran tensor operations.
     outside = seconds("plan", "python") + grown("moemesh_router_away_idle_seconds_total")
     totals = {
-        "compute": seconds(*_ROUTER_COMPUTE),
+        "compute": seconds(*_ROUTER_COMPUTE) - group,
         "copy": copy,
         "signal": signal,
-        "wait": seconds("wait"),
+        "wait": seconds("wait") + group,
         "python": seconds("plan", "python", "send") - copy - signal,
     }
     return Profile(

@@ -92,6 +92,11 @@ class RouterModel:
             else None
         )
 
+    @property
+    def waited_ns(self) -> int:
+        """Time spent waiting for other processes that compute with this one, since start."""
+        return 0
+
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes that one KV block of ``block_size`` tokens takes over all layers."""
         return 4 * self.spec.num_layers * block_size * self._stride

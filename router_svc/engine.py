@@ -96,6 +96,7 @@ class Engine:
         ``exact`` must be that of the model and the lanes.
         """
         spec = model.spec
+        self._model = model
         self._plane = plane
         self._settings = settings
         self._deliver = deliver
@@ -229,6 +230,11 @@ class Engine:
     def lane_bytes(self) -> dict[str, LaneBytes]:
         """Peer -> what has gone over its lane since start; a copy, for any thread."""
         return dict(self._experts.lane_bytes)
+
+    @property
+    def group_wait_ns(self) -> int:
+        """Time spent waiting for the other processes of this router, since start."""
+        return self._model.waited_ns
 
     @property
     def copy_ns(self) -> int:

@@ -130,12 +130,18 @@ def main(argument: str) -> ExitCode:
     log = log.bind(id=task.router, rank=task.rank)
     torch.set_num_threads(task.threads)
     try:
+        leader = LeaderLink(socket.socket(fileno=task.link_fd))
         parts = load_shard(
-            Path(task.model), task.rank, task.size, weights=task.weights, exact=task.exact
+            Path(task.model),
+            task.rank,
+            task.size,
+            weights=task.weights,
+            exact=task.exact,
+            progress=lambda _share: leader.say_loading(),
         )
+        leader.say_loaded()
+        log.info("follower.loaded", pid=os.getpid())
         with torch.inference_mode():
-            leader = LeaderLink(socket.socket(fileno=task.link_fd))
-            log.info("follower.loaded", pid=os.getpid())
             Follower(RouterShard(parts), leader, log).serve()
     except CheckpointError as error:
         log.error("follower.cannot_serve", reason=str(error))  # noqa: TRY400 - no bug

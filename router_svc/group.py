@@ -34,6 +34,10 @@ class Group(Protocol):
     pids: tuple[int, ...]
     """Those beside this one, in order of rank."""
 
+    @property
+    def heard(self) -> int:
+        """Grows while the others get on with loading."""
+
     async def start(self) -> None:
         """Start the others; ``close`` must follow."""
 
@@ -54,6 +58,7 @@ class Alone:
     """``router.tp`` = 1: no others."""
 
     pids: tuple[int, ...] = ()
+    heard = 0
 
     def __init__(self, ctx: Context, path: Path) -> None:
         self._model = ctx.settings.model
@@ -84,15 +89,20 @@ class Several:
         self._path = path
         self._timeout_s = timeout_s
         self._size = ctx.settings.router.tp
-        self._links: list[socket.socket] = []
+        self._sockets: list[socket.socket] = []
+        self._links: FollowerLinks | None = None
         self._processes: list[asyncio.subprocess.Process] = []
         self.pids: tuple[int, ...] = ()
+
+    @property
+    def heard(self) -> int:
+        return 0 if self._links is None else self._links.heard
 
     async def start(self) -> None:
         # Followers watch the thread that forks them: this one, which lasts as long as the process.
         for rank in range(1, self._size):
             ours, theirs = socket.socketpair()
-            self._links.append(ours)
+            self._sockets.append(ours)
             with theirs:
                 self._processes.append(
                     await asyncio.create_subprocess_exec(
@@ -120,6 +130,7 @@ class Several:
 
     def load(self, progress: Progress) -> RouterModel:
         model = self._ctx.settings.model
+        self._links = FollowerLinks(self._sockets, timeout_s=self._timeout_s)
         parts = load_shard(
             self._path,
             0,
@@ -128,17 +139,16 @@ class Several:
             exact=model.exact,
             progress=progress,
         )
-        followers = FollowerLinks(self._links, timeout_s=self._timeout_s)
-        followers.until_loaded(lambda: progress(1.0))
-        return GroupModel(parts, followers)
+        self._links.until_loaded(lambda: progress(1.0))
+        return GroupModel(parts, self._links)
 
     async def close(self) -> None:
         for process in self._processes:
             if process.returncode is None:
                 process.kill()  # it holds nothing that is worth a farewell
             await process.wait()
-        for link in self._links:
-            link.close()
+        for one in self._sockets:
+            one.close()
 
     def _assignment(self, rank: int, link_fd: int) -> str:
         settings = self._ctx.settings

@@ -71,6 +71,10 @@ class GroupModel(RouterShard):
         ]
         self._plans = 0
 
+    @property
+    def waited_ns(self) -> int:
+        return self._followers.waited_ns
+
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         layers, width = self.spec.num_layers, self._cache_width
         return GroupCache(layers, num_blocks, block_size, width, self._followers)

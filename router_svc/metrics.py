@@ -74,6 +74,11 @@ class RouterCollector(Collector):
             ("router_lane_copy", "Part of `send`: parts written into lanes.", engine.copy_ns),
             ("router_lane_signal", "Part of `send`: waking workers.", engine.signal_ns),
             (
+                "router_group_wait",
+                "Part of `attention`, `shared` and `head`: waiting for this router's followers.",
+                engine.group_wait_ns,
+            ),
+            (
                 "router_away_idle",
                 "Time between dispatch and combine in which no tensor operation ran for it.",
                 times.idle_ns,

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from time import perf_counter_ns
 
 import torch
 
@@ -22,7 +23,8 @@ from mesh.supervise import CannotServe, ExitCode
 
 _HEADER = struct.Struct("=4i")
 """Operation, two arguments, words of payload."""
-_LOADED = b"loaded"
+_LOADING, _LOADED = b".", b"!"
+"""What a follower says before it is asked anything: with each step of loading, and at the end."""
 _LOOK_S = 0.1
 
 
@@ -66,18 +68,25 @@ class FollowerLinks:
         self._links = links
         self._timeout_s = timeout_s
         self._answers: list[torch.Tensor] = []
+        self.heard = 0
+        """Grows while followers get on with loading; read by any thread."""
+        self.waited_ns = 0
+        """Time spent in ``answers``, since start."""
         for link in links:
             link.settimeout(timeout_s)
 
     def until_loaded(self, progress: Callable[[], None]) -> None:
-        """Wait for every follower, however long it loads; ``progress`` is called meanwhile and may
-        raise.
+        """Wait for every follower, however long it loads; ``progress`` is called again and again
+        meanwhile and may raise.
         """
+        said = bytearray(1)
         for rank, link in enumerate(self._links, 1):
-            while not select.select([link], [], [], _LOOK_S)[0]:
+            while said != _LOADED:
                 progress()
-            said = bytearray(len(_LOADED))
-            self._receive(rank, link, memoryview(said))
+                if select.select([link], [], [], _LOOK_S)[0]:
+                    self._receive(rank, link, memoryview(said))
+                    self.heard += 1
+            said = bytearray(1)
 
     def tell(self, op: Op, a: int, b: int, payload: torch.Tensor | None = None) -> None:
         """Something that needs no answer. ``payload``: contiguous, fp32 or int32."""
@@ -109,8 +118,10 @@ class FollowerLinks:
 
     def answers(self) -> list[torch.Tensor]:
         """What the followers answered, in order of rank, fp32."""
+        started = perf_counter_ns()
         for rank, (link, answer) in enumerate(zip(self._links, self._answers, strict=True), 1):
             self._receive(rank, link, _bytes(answer))
+        self.waited_ns += perf_counter_ns() - started
         return self._answers
 
     def _receive(self, rank: int, link: socket.socket, into: memoryview) -> None:
@@ -144,10 +155,16 @@ class LeaderLink:
     """A follower's end. Methods raise ``GroupLost`` when the leader is gone."""
 
     def __init__(self, link: socket.socket) -> None:
-        """Once the follower has loaded its part."""
         self._link = link
         self._header = memoryview(bytearray(_HEADER.size))
         self._words = torch.empty(0, dtype=torch.int32)
+
+    def say_loading(self) -> None:
+        """The follower gets on with loading its part."""
+        self._send(_LOADING)
+
+    def say_loaded(self) -> None:
+        """It can be asked."""
         self._send(_LOADED)
 
     def next(self) -> Question:

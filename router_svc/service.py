@@ -268,7 +268,8 @@ class Router:
 
     def _compute_count(self) -> Hashable:
         """What changes while the compute thread gets on."""
-        return self._loaded if self._engine is None else self._engine.turns
+        loading = (self._loaded, self._group.heard)
+        return loading if self._engine is None else self._engine.turns
 
     def _wake_compute(self) -> None:
         if self._engine is not None:

@@ -14,17 +14,24 @@ moemesh_router_thread_seconds_total{{activity="send"}} {send}
 moemesh_router_thread_seconds_total{{activity="python"}} {python}
 # TYPE moemesh_router_lane_copy_seconds_total counter
 moemesh_router_lane_copy_seconds_total {copy}
+# TYPE moemesh_router_group_wait_seconds_total counter
+moemesh_router_group_wait_seconds_total {group}
 # TYPE moemesh_router_away_idle_seconds_total counter
 moemesh_router_away_idle_seconds_total {idle}
 """
 
 
 def test_a_router_step_is_divided_by_kind() -> None:
-    before = read(PAGE.format(steps=10, attention=1.0, send=1.0, python=0.5, copy=0.1, idle=0.2))
-    after = read(PAGE.format(steps=20, attention=1.5, send=1.2, python=0.6, copy=0.15, idle=0.3))
+    before = read(
+        PAGE.format(steps=10, attention=1.0, send=1.0, python=0.5, copy=0.1, idle=0.2, group=0.4)
+    )
+    after = read(
+        PAGE.format(steps=20, attention=1.5, send=1.2, python=0.6, copy=0.15, idle=0.3, group=0.5)
+    )
     profile = router_profile("router-0", before, after)
     assert profile.steps == 10
-    assert profile.ms["compute"] == pytest.approx(50)
+    assert profile.ms["compute"] == pytest.approx(40)
+    assert profile.ms["wait"] == pytest.approx(10)  # for followers, in what it computes
     assert profile.ms["copy"] == pytest.approx(5)
     assert profile.ms["python"] == pytest.approx(25)  # 10 of its own, 15 of sending
     assert profile.step_ms == pytest.approx(80)
