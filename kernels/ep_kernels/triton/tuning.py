@@ -115,6 +115,42 @@ TABLE: Final[Mapping[str, Mapping[int, Tile]]] = {
         90: _ffn(64, 128, 128, 4, 4),
         100: _ffn(64, 128, 128, 4, 4),
     },
+    "plan": {
+        INTERPRETED: Tile({"BLOCK_T": 8}, num_warps=1),
+        80: Tile({"BLOCK_T": 128}, num_warps=4),
+        90: Tile({"BLOCK_T": 128}, num_warps=4),
+        100: Tile({"BLOCK_T": 128}, num_warps=4),
+    },
+    "put": {
+        INTERPRETED: Tile({"ROWS": 8, "BLOCK_H": 256, "BLOCK_P": 16}, num_warps=1),
+        80: Tile({"ROWS": 1, "BLOCK_H": 2048, "BLOCK_P": 256}, num_warps=4),
+        90: Tile({"ROWS": 1, "BLOCK_H": 2048, "BLOCK_P": 256}, num_warps=4),
+        100: Tile({"ROWS": 1, "BLOCK_H": 2048, "BLOCK_P": 256}, num_warps=4),
+    },
+    "arrive": {
+        INTERPRETED: Tile({"BLOCK_P": 32}, num_warps=1),
+        80: Tile({"BLOCK_P": 512}, num_warps=4),
+        90: Tile({"BLOCK_P": 512}, num_warps=4),
+        100: Tile({"BLOCK_P": 512}, num_warps=4),
+    },
+    "answer": {
+        INTERPRETED: Tile({"ROWS": 8, "BLOCK_H": 256}, num_warps=1),
+        80: Tile({"ROWS": 1, "BLOCK_H": 2048}, num_warps=4),
+        90: Tile({"ROWS": 1, "BLOCK_H": 2048}, num_warps=4),
+        100: Tile({"ROWS": 1, "BLOCK_H": 2048}, num_warps=4),
+    },
+    "combine": {
+        INTERPRETED: Tile({"BLOCK_H": 256, "BLOCKS_H": 2}, num_warps=1),
+        80: Tile({"BLOCK_H": 2048, "BLOCKS_H": 2}, num_warps=4),
+        90: Tile({"BLOCK_H": 2048, "BLOCKS_H": 2}, num_warps=4),
+        100: Tile({"BLOCK_H": 2048, "BLOCKS_H": 2}, num_warps=4),
+    },
+    "drain": {
+        INTERPRETED: Tile({"ROWS": 8, "BLOCK_H": 256, "BLOCK_P": 16}, num_warps=1),
+        80: Tile({"ROWS": 1, "BLOCK_H": 2048, "BLOCK_P": 256}, num_warps=4),
+        90: Tile({"ROWS": 1, "BLOCK_H": 2048, "BLOCK_P": 256}, num_warps=4),
+        100: Tile({"ROWS": 1, "BLOCK_H": 2048, "BLOCK_P": 256}, num_warps=4),
+    },
 }
 
 
