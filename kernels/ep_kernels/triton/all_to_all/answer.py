@@ -8,10 +8,10 @@ import triton.language as tl
 
 from ep_kernels.triton.all_to_all.end import End, columns_of
 from ep_kernels.triton.all_to_all.inbox import HEADER_WORDS as HEADER_SIZE
-from ep_kernels.triton.all_to_all.inbox import Wire
+from ep_kernels.triton.all_to_all.inbox import InboxLayout, Wire
 from ep_kernels.triton.all_to_all.rounding import bf16_bits
 from ep_kernels.triton.all_to_all.signals import array, flag_at, last_to_finish, publish
-from ep_kernels.triton.tuning import tile
+from ep_kernels.triton.tuning import Tile, tile
 
 HEADER_WORDS = tl.constexpr(HEADER_SIZE)
 FP32 = tl.constexpr(int(Wire.FP32))
@@ -59,7 +59,7 @@ def answer_kernel(
     pairs = tl.load(info_ptr + which * 4 + 1)
     rows = pairs if EXACT else tl.load(info_ptr + which * 4)
     rows = tl.where(stale != 0, 0, rows)
-    programs = tl.maximum(tl.cdiv(rows, ROWS), 1)
+    programs = tl.maximum((rows + ROWS - 1) // ROWS, 1)
     open_ = tl.load(state_ptr + lane) == 0
     if (flag != 0) & open_ & (block < programs):
         begins = array(tl.load(where_ptr + which * 5), tl.int32)
@@ -78,7 +78,7 @@ def answer_kernel(
         for h in range(0, HIDDEN, BLOCK_H):
             column = h + tl.arange(0, BLOCK_H)
             inside = (column < HIDDEN)[None, :]
-            total = tl.zeros((ROWS, BLOCK_H), tl.float32)
+            total = tl.full((ROWS, BLOCK_H), 0.0, tl.float32)
             for j in range(1 if EXACT else K):
                 pair = first + j
                 real = live & (pair < end) & (pair >= 0) & (pair < pairs)
@@ -128,8 +128,6 @@ def answer(
     post: bool,
 ) -> None:
     """Launch ``answer_kernel``."""
-    layout = end.peer_layout
-    hidden = layout.shape.hidden
     shape = tile("answer", end.architecture)
     grid = (lanes.shape[0], max(1, triton.cdiv(most_rows, shape["ROWS"])))
     answer_kernel[grid](
@@ -145,16 +143,24 @@ def answer(
         end.counter,
         end.addresses,
         end.me,
-        EXACT=exact,
-        POST=post,
-        WIRE=int(layout.shape.wire),
-        HIDDEN=hidden,
-        K=top_k,
-        SLOTS=layout.shape.ring_slots,
-        FLAG_STRIDE=layout.flag_stride,
-        TAKEN=layout.taken,
-        HEADERS=layout.headers,
-        ROWS=shape["ROWS"],
-        BLOCK_H=columns_of(shape["BLOCK_H"], hidden, scaled=False),
         num_warps=shape.num_warps,
+        **constants_of(end.peer_layout, shape, top_k=top_k, exact=exact, post=post),
     )
+
+
+def constants_of(
+    layout: InboxLayout, shape: Tile, *, top_k: int, exact: bool, post: bool
+) -> dict[str, int | bool]:
+    return {
+        "EXACT": exact,
+        "POST": post,
+        "WIRE": int(layout.shape.wire),
+        "HIDDEN": layout.shape.hidden,
+        "K": top_k,
+        "SLOTS": layout.shape.ring_slots,
+        "FLAG_STRIDE": layout.flag_stride,
+        "TAKEN": layout.taken,
+        "HEADERS": layout.headers,
+        "ROWS": shape["ROWS"],
+        "BLOCK_H": columns_of(shape["BLOCK_H"], layout.shape.hidden, scaled=False),
+    }

@@ -10,9 +10,9 @@ import triton.language as tl
 
 from ep_kernels.triton.all_to_all.end import End
 from ep_kernels.triton.all_to_all.inbox import HEADER_WORDS as HEADER_SIZE
-from ep_kernels.triton.all_to_all.inbox import LaneState
+from ep_kernels.triton.all_to_all.inbox import InboxLayout, LaneState
 from ep_kernels.triton.all_to_all.signals import array, flag_at, wait_for_flag
-from ep_kernels.triton.tuning import tile
+from ep_kernels.triton.tuning import Tile, tile
 
 HEADER_WORDS = tl.constexpr(HEADER_SIZE)
 CORRUPT = tl.constexpr(int(LaneState.CORRUPT))
@@ -78,7 +78,7 @@ def arrive_kernel(
     seen = tl.load(seen_ptr + lane * SLOTS + slot)
     flag_ptr = flag_at(inbox + lane * FLAG_STRIDE + slot * 8)
     flag = wait_for_flag(flag_ptr, seen + 1, state_ptr + lane, abort_ptr + lane, limit_ns)
-    found = tl.zeros((), tl.int32)
+    found = tl.full((), 0, tl.int32)
     if (flag > seen) & (tl.load(state_ptr + lane, volatile=True) == 0):
         message = (lane * SLOTS + slot).to(tl.int64)
         header = array(inbox + HEADERS + message * HEADER_WORDS * 8, tl.int64)
@@ -92,7 +92,7 @@ def arrive_kernel(
             slot_ptr = array(at + PAIR_STRIDE, tl.int32)
             expert_ptr = array(at + 2 * PAIR_STRIDE, tl.int32)
             held = tl.load(held_ptr + expert_slot)
-            stale = tl.zeros((), tl.int32)
+            stale = tl.full((), 0, tl.int32)
             begin = (expert_slot * lanes + which) * CAP
             for p in range(0, pairs.to(tl.int32), BLOCK_P):
                 pair = p + tl.arange(0, BLOCK_P)
@@ -126,7 +126,7 @@ def arrive_kernel(
             tl.store(info_ptr + which * 4, tl.where(sound, rows, 0).to(tl.int32))
             tl.store(info_ptr + which * 4 + 1, tl.where(sound, pairs, 0).to(tl.int32))
     elif expert_slot == 0:
-        tl.store(got_ptr + which, tl.zeros((), tl.int64))
+        tl.store(got_ptr + which, tl.full((), 0, tl.int64))
         tl.store(info_ptr + which * 4, 0)
         tl.store(info_ptr + which * 4 + 1, 0)
     tl.store(count_ptr + expert_slot * lanes + which, found)
@@ -135,7 +135,6 @@ def arrive_kernel(
 def arrive(end: End, slot: int, held: torch.Tensor, arrived: Arrived) -> None:
     """Launch ``arrive_kernel``."""
     shape = tile("arrive", end.architecture)
-    layout = end.layout
     arrive_kernel[(arrived.lanes.shape[0], held.shape[0])](
         end.inbox.address,
         arrived.lanes,
@@ -152,13 +151,19 @@ def arrive(end: End, slot: int, held: torch.Tensor, arrived: Arrived) -> None:
         end.state,
         end.abort,
         end.limit_ns,
-        CAP=layout.shape.capacity_rows,
-        PAIR_CAP=layout.shape.capacity_pairs,
-        SLOTS=layout.shape.ring_slots,
-        FLAG_STRIDE=layout.flag_stride,
-        HEADERS=layout.headers,
-        PAIR_AT=layout.pairs,
-        PAIR_STRIDE=layout.pair_stride,
-        BLOCK_P=shape["BLOCK_P"],
         num_warps=shape.num_warps,
+        **constants_of(end.layout, shape),
     )
+
+
+def constants_of(layout: InboxLayout, shape: Tile) -> dict[str, int]:
+    return {
+        "CAP": layout.shape.capacity_rows,
+        "PAIR_CAP": layout.shape.capacity_pairs,
+        "SLOTS": layout.shape.ring_slots,
+        "FLAG_STRIDE": layout.flag_stride,
+        "HEADERS": layout.headers,
+        "PAIR_AT": layout.pairs,
+        "PAIR_STRIDE": layout.pair_stride,
+        "BLOCK_P": shape["BLOCK_P"],
+    }

@@ -8,10 +8,10 @@ import triton.language as tl
 
 from ep_kernels.triton.all_to_all.end import End, columns_of
 from ep_kernels.triton.all_to_all.inbox import HEADER_WORDS as HEADER_SIZE
-from ep_kernels.triton.all_to_all.inbox import Wire
+from ep_kernels.triton.all_to_all.inbox import InboxLayout, Wire
 from ep_kernels.triton.all_to_all.plan import Lists, Pairs
 from ep_kernels.triton.all_to_all.signals import array, flag_at, part_of_kernel, wait_for_flag
-from ep_kernels.triton.tuning import tile
+from ep_kernels.triton.tuning import Tile, tile
 
 HEADER_WORDS = tl.constexpr(HEADER_SIZE)
 FP32 = tl.constexpr(int(Wire.FP32))
@@ -73,11 +73,11 @@ def combine_kernel(
             HEADERS,
         )
     if token < tokens:
-        lacking = tl.zeros((), tl.int32)
+        lacking = tl.full((), 0, tl.int32)
         for block in range(BLOCKS_H):
             column = (part * BLOCKS_H + block) * BLOCK_H + tl.arange(0, BLOCK_H)
             inside = column < HIDDEN
-            total = tl.zeros((BLOCK_H,), tl.float32)
+            total = tl.full((BLOCK_H,), 0.0, tl.float32)
             for j in range(K):
                 lane = tl.load(rank_ptr + token * K + j)
                 row = tl.load(home_ptr + token * K + j, (lane >= 0) & (lane < lanes), -1)
@@ -134,7 +134,7 @@ def wait_for_answer(
 ) -> tl.tensor:
     """The status of the lane's answer; 0 when there is none."""
     flag = tl.load(go_ptr + lane)
-    status = tl.zeros((), tl.int64)
+    status = tl.full((), 0, tl.int64)
     if flag != 0:
         flag_ptr = flag_at(inbox + lane * FLAG_STRIDE + slot * 8)
         seen = wait_for_flag(flag_ptr, flag, state_ptr + lane, abort_ptr + lane, limit_ns)
@@ -196,9 +196,9 @@ def combine(
     shape = tile("combine", end.architecture)
     out = torch.empty((tokens, hidden), device=end.device)
     missing = torch.empty(tokens, dtype=torch.int32, device=end.device)
-    columns = columns_of(shape["BLOCK_H"], hidden, scaled=False)
-    blocks = min(shape["BLOCKS_H"], triton.cdiv(hidden, columns))
-    grid = (max(tokens, len(end.peers)), triton.cdiv(hidden, columns * blocks))
+    constants = constants_of(layout, shape, top_k=top_k, exact=exact, streamed=streamed)
+    columns = constants["BLOCK_H"] * constants["BLOCKS_H"]
+    grid = (max(tokens, len(end.peers)), triton.cdiv(hidden, columns))
     combine_kernel[grid](
         end.inbox.address,
         slot,
@@ -215,18 +215,28 @@ def combine(
         end.state,
         end.abort,
         end.limit_ns,
-        EXACT=exact,
-        WIRE=int(layout.shape.wire),
-        STREAMED=streamed,
-        HIDDEN=hidden,
-        K=top_k,
-        CAP=layout.shape.capacity_rows,
-        SLOTS=layout.shape.ring_slots,
-        FLAG_STRIDE=layout.flag_stride,
-        HEADERS=layout.headers,
-        ROWS_AT=layout.rows,
-        BLOCK_H=columns,
-        BLOCKS_H=blocks,
         num_warps=shape.num_warps,
+        **constants,
     )
     return out, missing
+
+
+def constants_of(
+    layout: InboxLayout, shape: Tile, *, top_k: int, exact: bool, streamed: bool
+) -> dict[str, int]:
+    hidden = layout.shape.hidden
+    columns = columns_of(shape["BLOCK_H"], hidden, scaled=False)
+    return {
+        "EXACT": exact,
+        "WIRE": int(layout.shape.wire),
+        "STREAMED": streamed,
+        "HIDDEN": hidden,
+        "K": top_k,
+        "CAP": layout.shape.capacity_rows,
+        "SLOTS": layout.shape.ring_slots,
+        "FLAG_STRIDE": layout.flag_stride,
+        "HEADERS": layout.headers,
+        "ROWS_AT": layout.rows,
+        "BLOCK_H": columns,
+        "BLOCKS_H": min(shape["BLOCKS_H"], triton.cdiv(hidden, columns)),
+    }

@@ -70,7 +70,7 @@ def drain_kernel(
     header = array(inbox + HEADERS + message * HEADER_WORDS * 8, tl.int64)
     rows = tl.load(header + 4).to(tl.int32)
     first = tl.load(header + 7)
-    programs = tl.maximum(tl.cdiv(rows, ROWS), 1)
+    programs = tl.maximum((rows + ROWS - 1) // ROWS, 1)
     target = target_ptr + which * 7
     if block < programs:
         i = block * ROWS + tl.arange(0, ROWS)
@@ -150,11 +150,11 @@ def drain(end: End, lane: int, slot: int, arrays: tuple[torch.Tensor, ...]) -> N
         end.addresses,
         end.me,
         num_warps=shape.num_warps,
-        **_constants(layout, back, shape),
+        **constants_of(layout, back, shape),
     )
 
 
-def _constants(layout: InboxLayout, back: InboxLayout, shape: Tile) -> dict[str, Any]:
+def constants_of(layout: InboxLayout, back: InboxLayout, shape: Tile) -> dict[str, Any]:
     message = layout.shape
     scales = layout.scale_row_bytes // 4
     return {

@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 
 from ep_kernels.triton.all_to_all.end import End
+from ep_kernels.triton.all_to_all.inbox import InboxLayout
 from ep_kernels.triton.all_to_all.signals import flag_at, part_of_kernel, wait_for_flag
 from ep_kernels.triton.arguments import check_tensor
-from ep_kernels.triton.tuning import tile
+from ep_kernels.triton.tuning import Tile, tile
 
 SEQUENCE_MASK = tl.constexpr(0xFFFFFFFF)
 
@@ -73,7 +74,7 @@ def claim(
     sent = tl.load(sent_ptr + lane * SLOTS + slot)
     taken_ptr = flag_at(inbox + TAKEN + lane * FLAG_STRIDE + slot * 8)
     seen = wait_for_flag(taken_ptr, sent, state_ptr + lane, abort_ptr + lane, limit_ns)
-    flag = tl.zeros((), tl.int64)
+    flag = tl.full((), 0, tl.int64)
     if (seen >= sent) & (tl.load(state_ptr + lane, volatile=True) == 0):
         flag = (tl.load(stamp_ptr + 1) << 32) | ((sent & SEQUENCE_MASK) + 1)
         tl.store(sent_ptr + lane * SLOTS + slot, flag)
@@ -121,8 +122,8 @@ def plan_kernel(
     token's row, or -1 where an earlier pair stands for it. With ``CLAIM`` the ring slot is taken.
     """
     lane = tl.program_id(0)
-    rows = tl.zeros((), tl.int32)
-    pairs = tl.zeros((), tl.int32)
+    rows = tl.full((), 0, tl.int32)
+    pairs = tl.full((), 0, tl.int32)
     k = tl.arange(0, BLOCK_K)[None, :]
     for first in range(0, tokens, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
@@ -203,14 +204,22 @@ def plan(
         end.state,
         end.abort,
         end.limit_ns,
-        K=top_k,
-        CAP=lists.tokens,
-        EXACT=exact,
-        CLAIM=claim,
-        SLOTS=end.layout.shape.ring_slots,
-        FLAG_STRIDE=end.layout.flag_stride,
-        TAKEN=end.layout.taken,
-        BLOCK_T=shape["BLOCK_T"],
-        BLOCK_K=triton.next_power_of_2(top_k),
         num_warps=shape.num_warps,
+        **constants_of(end.layout, lists.tokens, top_k, shape, exact=exact, claim=claim),
     )
+
+
+def constants_of(
+    layout: InboxLayout, tokens: int, top_k: int, shape: Tile, *, exact: bool, claim: bool
+) -> dict[str, int | bool]:
+    return {
+        "K": top_k,
+        "CAP": tokens,
+        "EXACT": exact,
+        "CLAIM": claim,
+        "SLOTS": layout.shape.ring_slots,
+        "FLAG_STRIDE": layout.flag_stride,
+        "TAKEN": layout.taken,
+        "BLOCK_T": shape["BLOCK_T"],
+        "BLOCK_K": triton.next_power_of_2(top_k),
+    }

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ep_kernels.triton import quantise
 from ep_kernels.triton.all_to_all.end import End, columns_of
 from ep_kernels.triton.all_to_all.inbox import HEADER_WORDS as HEADER_SIZE
 from ep_kernels.triton.all_to_all.inbox import InboxLayout, Wire
@@ -23,6 +24,8 @@ from ep_kernels.triton.tuning import Tile, tile
 HEADER_WORDS = tl.constexpr(HEADER_SIZE)
 FP32 = tl.constexpr(int(Wire.FP32))
 BF16 = tl.constexpr(int(Wire.BF16))
+LARGEST = tl.constexpr(quantise.LARGEST)
+FLOOR = tl.constexpr(quantise.SMALLEST)
 
 
 @part_of_kernel
@@ -91,7 +94,7 @@ def put_kernel(
     first = tl.load(first_ptr + lane)
     total = tl.load(counts_ptr + lane * 2)
     rows = tl.minimum(tl.maximum(total - first, 0), CAP)
-    programs = tl.maximum(tl.cdiv(rows, ROWS), 1)
+    programs = tl.maximum((rows + ROWS - 1) // ROWS, 1)
     if (flag != 0) & (block < programs):
         peer = tl.load(address_ptr + lane)
         me = tl.load(me_ptr + lane)
@@ -116,7 +119,7 @@ def put_kernel(
             else:
                 groups = tl.reshape(values, (ROWS, BLOCK_H // 128, 128))
                 peak = tl.max(tl.abs(groups), 2)  # [ROWS, BLOCK_H / 128]
-                scale = tl.where(peak > 0.0, peak / 448.0, 1.0)
+                scale = tl.maximum(peak, FLOOR) / LARGEST
                 scaled = tl.reshape(groups / scale[:, :, None], (ROWS, BLOCK_H))
                 tl.store(array(peer + ROWS_AT, tl.uint8) + at, e4m3_bits(scaled), mask)
                 group = h // 128 + tl.arange(0, BLOCK_H // 128)
@@ -134,9 +137,9 @@ def put_kernel(
             tl.store(header + 8, total.to(tl.int64))
             if not PAIRS:
                 tl.store(header + 6, tl.load(status_ptr + lane).to(tl.int64))
-                tl.store(header + 5, tl.zeros((), tl.int64))
-                tl.store(header + 9, tl.zeros((), tl.int64))
-                tl.store(header + 10, tl.zeros((), tl.int64))
+                tl.store(header + 5, tl.full((), 0, tl.int64))
+                tl.store(header + 9, tl.full((), 0, tl.int64))
+                tl.store(header + 10, tl.full((), 0, tl.int64))
             if PAIRS:
                 pair = tl.load(begin_ptr + lane * (LIST + 1) + first)
                 pairs = tl.load(begin_ptr + lane * (LIST + 1) + first + rows) - pair
@@ -199,11 +202,11 @@ def put(
         LIST=0 if lists is None else lists.tokens,
         PAIR_LIST=0 if lists is None else lists.pair_row.shape[1],
         num_warps=shape.num_warps,
-        **_constants(layout, shape, pairs=lists is not None),
+        **constants_of(layout, shape, pairs=lists is not None),
     )
 
 
-def _constants(layout: InboxLayout, shape: Tile, *, pairs: bool) -> dict[str, int | bool]:
+def constants_of(layout: InboxLayout, shape: Tile, *, pairs: bool) -> dict[str, int | bool]:
     message = layout.shape
     return {
         "WIRE": int(message.wire),

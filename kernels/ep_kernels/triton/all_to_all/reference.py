@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ep_kernels.triton.all_to_all.inbox import SCALED_VALUES, Wire
-
-_E4M3_MAX = 448.0
+from ep_kernels.triton.quantise import LARGEST, SMALLEST
 
 
 def over_the_wire(x: torch.Tensor, wire: Wire) -> torch.Tensor:
@@ -20,8 +19,8 @@ def over_the_wire(x: torch.Tensor, wire: Wire) -> torch.Tensor:
         return x.bfloat16().float()
     groups = x.view(x.shape[0], x.shape[1] // SCALED_VALUES, SCALED_VALUES)
     peak = groups.abs().amax(2, keepdim=True)
-    scale = torch.where(peak > 0, peak / _E4M3_MAX, 1.0)
-    values = (groups / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
+    scale = peak.clamp(min=SMALLEST) / LARGEST
+    values = (groups / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return (values.float() * scale).view(x.shape)
 
 
