@@ -18,12 +18,12 @@ GROUP: Final = 128
 """Values that share a scale."""
 LARGEST: Final = 448.0
 """The largest finite e4m3."""
-_SMALLEST: Final = 2.0**-100
+SMALLEST: Final = 2.0**-100
 """A group whose values are all smaller is scaled as if one were this large: its scale, and one over
 it, are normal numbers."""
 
 _LARGEST = tl.constexpr(LARGEST)
-_FLOOR = tl.constexpr(_SMALLEST)
+_FLOOR = tl.constexpr(SMALLEST)
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def reference_quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What ``quantise`` computes, in plain torch."""
     grouped = x.float().reshape(x.shape[0], x.shape[1] // GROUP, GROUP)  # [rows, width / 128, 128]
-    scales = grouped.abs().amax(-1).clamp(min=_SMALLEST) / LARGEST
+    scales = grouped.abs().amax(-1).clamp(min=SMALLEST) / LARGEST
     return (grouped / scales[..., None]).flatten(1).to(torch.float8_e4m3fn), scales
 
 
@@ -108,7 +108,7 @@ def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             "weight", f"of shape {list(weight.shape)}", f"rows and width divisible by {GROUP}"
         )
     blocks = weight.float().reshape(*weight.shape[:-2], rows // GROUP, GROUP, width // GROUP, GROUP)
-    scales = blocks.abs().amax((-3, -1)).clamp(min=_SMALLEST) / LARGEST
+    scales = blocks.abs().amax((-3, -1)).clamp(min=SMALLEST) / LARGEST
     small = blocks / scales[..., :, None, :, None]  # [..., rows / 128, 128, width / 128, 128]
     return small.flatten(-2).flatten(-3, -2).to(torch.float8_e4m3fn), scales
 

@@ -19,6 +19,9 @@ KERNEL_MODULES: Final[tuple[str, ...]] = (
     "permute",
     "quantise",
     "grouped_gemm",
+    "all_to_all",
+    "attention",
+    "rows",
 )
 
 

@@ -118,6 +118,58 @@ TABLE: Final[Mapping[str, Mapping[int, Tile]]] = {
         90: _ffn(64, 128, 128, 4, 4),
         100: _ffn(64, 128, 128, 4, 4),
     },
+    "attention.latent": {
+        INTERPRETED: Tile({"BLOCK_M": 16, "BLOCK_N": 16}),
+        80: Tile({"BLOCK_M": 16, "BLOCK_N": 32}, 4, 2),
+        90: Tile({"BLOCK_M": 64, "BLOCK_N": 32}, 8, 2),
+        100: Tile({"BLOCK_M": 16, "BLOCK_N": 32}, 4, 2),
+    },
+    "attention.grouped": {
+        INTERPRETED: Tile({"BLOCK_M": 16, "BLOCK_N": 16}),
+        80: Tile({"BLOCK_M": 64, "BLOCK_N": 64}, 4, 3),
+        90: Tile({"BLOCK_M": 64, "BLOCK_N": 128}, 4, 3),
+        100: Tile({"BLOCK_M": 64, "BLOCK_N": 128}, 4, 3),
+    },
+    "attention.reduce": _everywhere(Tile(num_warps=2), Tile(num_warps=1)),
+    "rms_norm": _everywhere(Tile(num_warps=8), Tile(num_warps=1)),
+    "latent_rows": _everywhere(Tile(num_warps=4), Tile(num_warps=1)),
+    "rotate": _everywhere(Tile({"HEADS": 16}, 4), Tile({"HEADS": 4}, 1)),
+    "plan": {
+        INTERPRETED: Tile({"BLOCK_T": 8}, num_warps=1),
+        80: Tile({"BLOCK_T": 128}, num_warps=4),
+        90: Tile({"BLOCK_T": 128}, num_warps=4),
+        100: Tile({"BLOCK_T": 128}, num_warps=4),
+    },
+    "put": {
+        INTERPRETED: Tile({"ROWS": 8, "BLOCK_H": 256, "BLOCK_P": 16}, num_warps=1),
+        80: Tile({"ROWS": 1, "BLOCK_H": 2048, "BLOCK_P": 256}, num_warps=4),
+        90: Tile({"ROWS": 1, "BLOCK_H": 2048, "BLOCK_P": 256}, num_warps=4),
+        100: Tile({"ROWS": 1, "BLOCK_H": 2048, "BLOCK_P": 256}, num_warps=4),
+    },
+    "arrive": {
+        INTERPRETED: Tile({"BLOCK_P": 32}, num_warps=1),
+        80: Tile({"BLOCK_P": 512}, num_warps=4),
+        90: Tile({"BLOCK_P": 512}, num_warps=4),
+        100: Tile({"BLOCK_P": 512}, num_warps=4),
+    },
+    "answer": {
+        INTERPRETED: Tile({"ROWS": 8, "BLOCK_H": 256}, num_warps=1),
+        80: Tile({"ROWS": 1, "BLOCK_H": 2048}, num_warps=4),
+        90: Tile({"ROWS": 1, "BLOCK_H": 2048}, num_warps=4),
+        100: Tile({"ROWS": 1, "BLOCK_H": 2048}, num_warps=4),
+    },
+    "combine": {
+        INTERPRETED: Tile({"BLOCK_H": 256, "BLOCKS_H": 2}, num_warps=1),
+        80: Tile({"BLOCK_H": 2048, "BLOCKS_H": 2}, num_warps=4),
+        90: Tile({"BLOCK_H": 2048, "BLOCKS_H": 2}, num_warps=4),
+        100: Tile({"BLOCK_H": 2048, "BLOCKS_H": 2}, num_warps=4),
+    },
+    "drain": {
+        INTERPRETED: Tile({"ROWS": 8, "BLOCK_H": 256, "BLOCK_P": 16}, num_warps=1),
+        80: Tile({"ROWS": 1, "BLOCK_H": 2048, "BLOCK_P": 256}, num_warps=4),
+        90: Tile({"ROWS": 1, "BLOCK_H": 2048, "BLOCK_P": 256}, num_warps=4),
+        100: Tile({"ROWS": 1, "BLOCK_H": 2048, "BLOCK_P": 256}, num_warps=4),
+    },
 }
 
 
