@@ -11,7 +11,7 @@ def test_mixed_load_with_several_keys_fails_no_request(tmp_path: Path) -> None:
     with fresh_mesh() as mesh:
         result = run(mesh, tmp_path, seconds=15, users=4, rate=1.0)
         assert result.ok, result.output
-        assert result.count("E2E") == result.count("TTFT") > 10
+        assert result.count("E2E") == result.count("TTFT") > 3
         assert result.count("SLO met") + result.count("SLO missed") == result.count("E2E")
         assert result.count("ITL") > result.count("E2E")
         names = {row["Name"] for row in result.rows if row["Type"] == "E2E"}
