@@ -10,7 +10,7 @@ class LayerGroups:
     which may be shorter. ``labels``: the first and the last layer of each, as in ``7-13``.
     """
 
-    __slots__ = ("_size", "labels")
+    __slots__ = ("_count", "_size", "labels")
 
     def __init__(self, num_layers: int, most: int = _MOST_GROUPS) -> None:
         assert num_layers >= 1
@@ -19,7 +19,9 @@ class LayerGroups:
             f"{first}-{min(first + self._size, num_layers) - 1}"
             for first in range(0, num_layers, self._size)
         )
+        self._count = len(self.labels)
 
     def of(self, layer: int) -> int:
         """The index of a layer's group; what lies beyond the last layer belongs to the last."""
-        return min(layer // self._size, len(self.labels) - 1)
+        group = layer // self._size
+        return group if group < self._count else self._count - 1
