@@ -123,10 +123,11 @@ def test_every_link_to_a_file_leads_somewhere() -> None:
 
 
 def test_every_command_that_a_page_names_exists() -> None:
-    known = {path.stem for path in (ROOT / "compose" / "commands").glob("*.py")}
+    files = (ROOT / "compose" / "commands").glob("*.py")
+    known = {path.stem.replace("_", "-") for path in files}
     for page in PAGES:
         for quoted in re.findall(r"`([^`\n]*)`", page.read_text()):
-            for name in re.findall(r"(?:^|\s|/)moemesh ([a-z]+)", quoted):
+            for name in re.findall(r"(?:^|\s|/)moemesh ([a-z][a-z-]*)", quoted):
                 assert name in known, f"{page.name}: there is no `moemesh {name}`"
 
 

@@ -219,6 +219,18 @@ def test_every_expression_asks_for_what_a_mesh_serves(used: Mesh, source: Any) -
     assert seen > 10
 
 
+def test_every_figure_that_a_page_or_an_alert_names_is_served(used: Mesh) -> None:
+    names = Scraped(pages_of(used)).names()
+    families = {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in names}
+    texts = [MONITORING / "alerts.yml", DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
+    seen = set()
+    for path in texts:
+        for name in re.findall(r"(?<![\w/])moemesh_[a-z0-9_]+", path.read_text()):
+            assert name in names | families, f"{path.name}: no process serves {name}"
+            seen.add(name)
+    assert len(seen) > 50
+
+
 def test_the_gateway_lists_where_prometheus_finds_every_process(used: Mesh) -> None:
     status, body = used.get("/admin/targets")
     assert status == 200
