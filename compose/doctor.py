@@ -218,7 +218,7 @@ def _limits(machine: Machine, settings: Settings) -> Iterator[Finding]:
             verdict="fault",
             found=f"{machine.open_files} allowed, {need} needed by a gateway with "
             f"{settings.gateway.max_connections} connections (gateway.max_connections)",
-            advice=f"ulimit -n {need} (hard limit: {machine.open_files_hard}), or LimitNOFILE=",
+            advice=f"raise the hard limit: ulimit -Hn {need} as root, or LimitNOFILE=",
         )
     else:
         yield _ok("open files", "no limit" if machine.open_files < 0 else str(machine.open_files))

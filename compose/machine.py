@@ -57,8 +57,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     shm_bytes: int
     """Size of /dev/shm; 0: there is none."""
     open_files: int
-    """Soft limit, and the hard one, to which a process may raise it; -1: none."""
-    open_files_hard: int
+    """Hard limit, to which services raise the soft one; -1: none."""
     locked_memory: int
     """Soft limit in bytes; -1: none."""
     memfd: str = ""
@@ -79,7 +78,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 def look() -> Machine:
     """Takes a second or two: torch is imported in a process of its own."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     torch, torch_error = _torch()
     return Machine(
         python=platform.python_version(),
@@ -88,8 +86,7 @@ def look() -> Machine:
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         memory_limit_bytes=_memory_limit_bytes(),
         shm_bytes=_shm_bytes(),
-        open_files=soft,
-        open_files_hard=hard,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         memfd=_memfd_fault(),
         libraries_missing=tuple(_libraries_missing()),

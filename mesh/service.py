@@ -25,6 +25,7 @@ import asyncio
 import faulthandler
 import gc
 import os
+import resource
 import signal
 import socket
 import sys
@@ -138,6 +139,7 @@ def run_service(
     incarnation = time.time_ns()
     # What systemd's watchdog sends to a service that hangs then tells where each thread was.
     faulthandler.enable()
+    _allow_open_files()
     flags = _parse(role, sys.argv[1:] if argv is None else argv)
     if flags.parent_pid:
         die_with(flags.parent_pid, signal.SIGINT)
@@ -323,3 +325,9 @@ def _assignment(text: str) -> tuple[str, str]:
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r}: expected SECTION.KEY=VALUE")
     return key.strip(), value.strip()
+
+
+def _allow_open_files() -> None:
+    """As many as the hard limit admits: the soft one is for programs that use select(2)."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

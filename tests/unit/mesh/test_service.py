@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -228,6 +229,13 @@ def told(notify: socket.socket, state: str) -> list[str]:
     while state not in seen:
         seen.append(notify.recv(4096).decode())
     return seen
+
+
+def test_a_service_may_open_as_many_files_as_the_hard_limit_admits(start) -> None:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    service = start("async def main(ctx):\n  ctx.ready()\n  await ctx.stopping.wait()")
+    service.wait_for("service.ready")
+    assert resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE) == (most, most)
 
 
 LAUNCHER = """
