@@ -491,7 +491,7 @@ class Coordinator:
             placement=placement,
             ranks=ranks,
             slots=slots,
-            hosts=tuple(hello.host for hello in hellos),
+            hosts=tuple(hello.host_id or hello.host for hello in hellos),
             speeds=tuple(_speed(hello) for hello in hellos),
         )
 

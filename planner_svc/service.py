@@ -99,10 +99,11 @@ class Planner:
     def _lost(self, peer: bytes) -> None:
         # Nobody needs to wait for a process to come back that has ended on this host.
         member = self._coordinator.member_at(peer)
-        here = (self._ctx.host, self._ctx.pid_namespace)
+        # Two hosts may have one name, and kernels number their first namespace alike.
+        here = (host_id(self._ctx.settings), self._ctx.pid_namespace)
         ended = (
             member is not None
-            and (member.host, member.pid_namespace) == here
+            and (member.host_id, member.pid_namespace) == here
             and here[1] != 0
             and has_ended(member.pid)
         )

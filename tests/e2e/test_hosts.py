@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import re
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -109,6 +112,43 @@ def test_twenty_milliseconds_and_one_percent_of_loss_cost_time_only(
                 assert one["logprobs"][kind] == want["logprobs"][kind][:few]
         assert hosts.network.lost > 0
         assert "refused" not in mesh.log("expert-0") + mesh.log("expert-1")
+
+
+@pytest.mark.soak
+def test_a_network_that_comes_and_goes_costs_no_request_and_no_token(
+    hosts: Hosts, tmp_path: Path, tiny_deepseek: Path, wanted: list[Any]
+) -> None:
+    """Hosts are cut off in turn, for a moment or for longer than any link lives."""
+    draw = random.Random(3)
+    quick = {"network__lane_silence_ms": 1_000, "planner__dead_after_ms": 60_000}
+    ended = threading.Event()
+
+    def ask(mesh: WideMesh, seed: int) -> int:
+        asked = 0
+        while not ended.is_set():
+            assert same(mesh.complete(seed, TOKENS), wanted[seed])
+            asked += 1
+        return asked
+
+    with WideMesh(hosts, tmp_path, tiny_deepseek, ("near", "far"), **quick) as mesh:
+        hosts.network.loss = 0.005
+        try:
+            with ThreadPoolExecutor(STREAMS) as pool:
+                running = [pool.submit(ask, mesh, seed) for seed in range(STREAMS)]
+                for _ in range(12):
+                    host = draw.choice(("near", "far", "far"))
+                    hosts.cut(host)
+                    time.sleep(draw.choice((0.3, 1.5, 6.0)))  # what the network does, no waiting
+                    hosts.restore(host)
+                    time.sleep(draw.uniform(0.2, 2.0))
+                ended.set()
+                assert all(future.result() > 0 for future in running)
+        finally:
+            ended.set()
+            hosts.network.loss = 0.0
+        assert "gone silent" in mesh.log("router-0")
+        states = {member["id"]: member["state"] for member in mesh.status()["members"]}
+        assert states == dict.fromkeys(states, "ready")
 
 
 def state_of(mesh: WideMesh, id_: str) -> str:

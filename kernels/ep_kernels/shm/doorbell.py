@@ -68,9 +68,10 @@ def _futex_call(library: Any) -> Any:
     return call
 
 
-# Waking returns at once, so it keeps the GIL; sleeping gives it up.
+# Waking returns at once, so it keeps the GIL; sleeping gives it up. So does waking a thread of this
+# process, which needs the GIL first of all.
 _wake_call = _futex_call(ctypes.PyDLL(None, use_errno=True))
-_wait_call = _futex_call(ctypes.CDLL(None, use_errno=True))
+_wait_call = _hand_over_call = _futex_call(ctypes.CDLL(None, use_errno=True))
 
 
 def _futex_number() -> int:
@@ -114,9 +115,9 @@ class _Word:
         self._address = ctypes.addressof(self._cell)
         self._values = memoryview(mapping)[:4].cast("I")
 
-    def _write(self, value: int) -> None:
+    def _write(self, value: int, wake: Any = _wake_call) -> None:
         self._values[0] = value
-        _wake_call(self._number, self._address, _FUTEX_WAKE, _EVERY_WAITER, None)
+        wake(self._number, self._address, _FUTEX_WAKE, _EVERY_WAITER, None)
 
 
 class Signal(Protocol):
@@ -159,7 +160,7 @@ class Doorbell(_Word):
 
     def ring(self) -> None:
         """Wake the owner's waiting thread from another one."""
-        self._write(_OWNER | (next(self._counter) & _COUNTER_MASK))
+        self._write(_OWNER | (next(self._counter) & _COUNTER_MASK), _hand_over_call)
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Return once the word differs from ``seen``, after ``timeout_s``, or on a signal."""
