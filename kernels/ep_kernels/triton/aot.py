@@ -157,7 +157,7 @@ def _cell(one: Compiled | None) -> str:
         return "-"
     spills = f", **{one.spill_bytes} B spilled**" if one.spill_bytes else ""
     launch = f"{one.variant.num_warps}w {one.variant.num_stages}s"
-    return f"{one.registers} / {one.shared_bytes / 1024:.3g} / {launch}{spills}"
+    return f"{one.registers} / {one.shared_bytes / 1024:.0f} / {launch}{spills}"
 
 
 def write_table(document: Path, text: str) -> None:

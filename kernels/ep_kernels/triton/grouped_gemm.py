@@ -359,7 +359,8 @@ def reference_ffn(
                 act = dequantise(*reference_quantise(act[None]))[0]
             else:
                 act = act.to(x.dtype).float()
-            out[token] += pair_weights[token, choice] * (act @ down.float().T)
+            row = (act @ down.float().T).to(x.dtype).float()
+            out[token] += pair_weights[token, choice] * row
     return out
 
 

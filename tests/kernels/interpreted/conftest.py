@@ -25,6 +25,8 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+FOLDER = "tests/kernels/interpreted"
+"""As pytest names it."""
 REPORT_FD = "MOEMESH_INTERPRETED_REPORT_FD"
 DEADLINE_S = 300.0
 """For one test; far beyond what any takes on a busy machine."""
@@ -108,6 +110,17 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> bool | None:
+    """Only the worker needs this folder's fixtures, some of which start processes."""
+    if in_worker() or not fixturedef.baseid.startswith(FOLDER):
+        return None
+    fixturedef.cached_result = (None, fixturedef.cache_key(request), None)
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if in_worker():
         return None
@@ -155,8 +168,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 def rng() -> torch.Generator:
     """Fresh values each run; a failing test shows the seed (``MOEMESH_SEED`` repeats it)."""
     seed = int(os.environ.get("MOEMESH_SEED", random.getrandbits(32)))
-    if in_worker():
-        print(f"MOEMESH_SEED={seed}")
+    print(f"MOEMESH_SEED={seed}")
     return torch.Generator().manual_seed(seed)
 
 
@@ -171,5 +183,4 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         made = allocate(*args, **kwargs)
         return made.fill_(float("nan") if made.is_floating_point() else POISON)
 
-    if in_worker():
-        monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch, "empty", empty)

@@ -67,6 +67,15 @@ def test_every_pair_goes_to_a_place_of_its_expert(rng: torch.Generator) -> None:
         assert slot in own or (slot == -1 and not own)
 
 
+def test_the_most_wanted_expert_gives_its_odd_pairs_first_and_equal_ones_by_number() -> None:
+    numbers = ([0, 2, 4, 6], [0, 1, 0, 1, 0, 1], [0] * 6)
+    places = Places(*(np.array(values, dtype=np.int32) for values in numbers))
+    split = ReplicaSplit(places, np.arange(6, dtype=np.int32), Sent.nothing(RANKS, "cpu"))
+    slots = split(torch.tensor([[0], [1], [1], [1], [2]], dtype=torch.int32))
+    # Expert 1 has three pairs: two for rank 0. Then 0's goes to rank 1, and 2's to rank 0.
+    assert slots.flatten().tolist() == [1, 2, 2, 3, 4]
+
+
 def test_what_was_sent_is_half_forgotten_after_some_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     places = Places(*(np.array(values, dtype=np.int32) for values in ([0, 2], [0, 1], [0, 0])))
     sent = Sent.nothing(RANKS, "cpu")
