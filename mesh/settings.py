@@ -131,7 +131,8 @@ class RouterSettings(_Section, frozen=True, kw_only=True):
     block_size: int = 16
     """Tokens per KV block."""
     kv_cache_bytes: int = 0
-    """Memory of the KV cache. 0: room for 16 full-length sequences, at most 1 GiB."""
+    """Memory of the KV cache, in each of the ``tp`` processes. 0: room for 16 full-length
+    sequences, at most 1 GiB."""
     prefix_cache: bool = True
     """Share the KV blocks of equal prompt beginnings."""
     micro_batches: Literal["auto", "1", "2", "3", "4"] = "auto"

@@ -3,12 +3,12 @@
 Import layers, each over those below it::
 
     reference
-    forward          model
+    forward          model  shard_model
     experts          attention  gate  layers  plan  kv_cache  rope
     checkpoint       (needs torch from here up)
     inventory  text_files
-    spec  tensors  families  safetensors_header  config_json  architecture  errors
+    spec  tensors  shard  families  safetensors_header  config_json  architecture  errors
 
 Gateways and planners import only ``spec``, ``errors``, ``shipped`` and ``text_files``, none of
-which needs torch.
+which needs torch; nor does ``shard``, by which the launcher refuses what cannot be divided.
 """

@@ -7,6 +7,8 @@ Layers, lowest first (an arrow means "may import")::
        |         +--------+--> scheduler -> sequence -> blocks
        |         +--> lanes   +--> profile
        +--> metrics
+       +--> group -> group_model -> peers     router.tp > 1: this process leads others
+              +--> follower ------> peers     ... each of which runs ``follower``
 
 Pure modules (no asyncio, no clock, no plane): ``blocks``, ``sequence``, ``scheduler``,
 ``microbatch``, ``routing``; ``sampler`` is pure on tensors. ``engine`` is the compute thread,

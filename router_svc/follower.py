@@ -125,9 +125,9 @@ def main(argument: str) -> ExitCode:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     die_with(task.leader_pid, signal.SIGKILL)
-    logs.configure(task.logs)
+    logs.configure(task.logs, role="router", id=task.router, rank=str(task.rank))
     log: FilteringBoundLogger = structlog.get_logger("follower")
-    log = log.bind(id=task.router, rank=task.rank)
+    log = log.bind(role="router", id=task.router, rank=task.rank)
     torch.set_num_threads(task.threads)
     try:
         leader = LeaderLink(socket.socket(fileno=task.link_fd))

@@ -25,7 +25,7 @@ _HEADER = struct.Struct("=4i")
 """Operation, two arguments, words of payload."""
 _LOADING, _LOADED = b".", b"!"
 """What a follower says before it is asked anything: with each step of loading, and at the end."""
-_LOOK_S = 0.1
+_LOOK_MS = 100
 
 
 class GroupLost(CannotServe):
@@ -81,9 +81,11 @@ class FollowerLinks:
         """
         said = bytearray(1)
         for rank, link in enumerate(self._links, 1):
+            news = select.poll()
+            news.register(link, select.POLLIN)
             while said != _LOADED:
                 progress()
-                if select.select([link], [], [], _LOOK_S)[0]:
+                if news.poll(_LOOK_MS):
                     self._receive(rank, link, memoryview(said))
                     self.heard += 1
             said = bytearray(1)

@@ -209,3 +209,12 @@ def test_impossible_lanes_are_refused_before_anything_is_loaded_or_opened() -> N
     ctx = SimpleNamespace(settings=Settings(router=router))  # nothing else is there to use
     with pytest.raises(CannotServe, match="lower capacity_tokens"):
         asyncio.run(main(ctx))
+
+
+def test_a_group_that_cannot_share_the_model_is_refused_with_the_arithmetic() -> None:
+    ctx = SimpleNamespace(
+        settings=Settings(router=RouterSettings(tp=5)),
+        effective=SimpleNamespace(origin={"router.tp": "default"}),
+    )
+    with pytest.raises(CannotServe, match=r"router.tp = 5 \(default\): .* heads a rank"):
+        asyncio.run(main(ctx))
