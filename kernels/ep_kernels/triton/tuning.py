@@ -134,6 +134,7 @@ TABLE: Final[Mapping[str, Mapping[int, Tile]]] = {
     "rms_norm": _everywhere(Tile(num_warps=8), Tile(num_warps=1)),
     "latent_rows": _everywhere(Tile(num_warps=4), Tile(num_warps=1)),
     "rotate": _everywhere(Tile({"HEADS": 16}, 4), Tile({"HEADS": 4}, 1)),
+    "sampling": _everywhere(Tile({"BLOCK": 4096}, 8), Tile({"BLOCK": 128}, 1)),
     "plan": {
         INTERPRETED: Tile({"BLOCK_T": 8}, num_warps=1),
         80: Tile({"BLOCK_T": 128}, num_warps=4),
