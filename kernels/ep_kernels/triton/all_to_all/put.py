@@ -203,6 +203,7 @@ def put(
 
 def constants_of(layout: InboxLayout, shape: Tile, *, pairs: bool) -> dict[str, int | bool]:
     message = layout.shape
+    columns = shape["BLOCK_BYTES"] // message.wire.value_bytes  # 16 bytes a thread
     return {
         "WIRE": int(message.wire),
         "HIDDEN": message.hidden,
@@ -218,6 +219,6 @@ def constants_of(layout: InboxLayout, shape: Tile, *, pairs: bool) -> dict[str, 
         "ROWS_AT": layout.rows,
         "SCALES_AT": layout.scales,
         "ROWS": shape["ROWS"],
-        "BLOCK_H": columns_of(shape["BLOCK_H"], message.hidden, scaled=message.wire is Wire.FP8),
+        "BLOCK_H": columns_of(columns, message.hidden, scaled=message.wire is Wire.FP8),
         "BLOCK_P": shape["BLOCK_P"],
     }
