@@ -34,6 +34,11 @@ SECTIONS = {
     "quantise": "gpu_moe",
     "grouped GEMM bf16": "gpu_moe",
     "grouped GEMM FP8": "gpu_moe",
+    "all-to-all": "gpu_mesh",
+    "all-to-all, processes": "gpu_mesh",
+    "attention": "gpu_mesh",
+    "rows": "gpu_mesh",
+    "sampling": "gpu_mesh",
 }
 """Each section's module, in the order in which they run. The parent imports none of them."""
 SECTION_SECONDS = 100.0

@@ -3,12 +3,17 @@
     tuning        tile shapes of every kernel on every architecture: one table
     arguments     what launchers check before a kernel runs, and the error they raise
     registry      what each kernel module gives to be compiled ahead of time
+    parts         functions that kernels are made of
     gate          logits to experts and weights, one row a program
     counting      where each pair stands among the pairs of its expert or slot
     replicas      logical experts to physical slots, split evenly over an expert's places
     permute       tokens into the order of their slots, padded to a tile, and back with weights
     quantise      bf16 rows to FP8 (e4m3) with one scale for 128 values
     grouped_gemm  the SwiGLU experts of one MoE layer on one rank, bf16 or FP8
+    all_to_all    dispatch and combine between processes, one-sided
+    attention     softmax over the paged cache, latent or grouped-query
+    rows          RMS norm, rotary embedding, the new cache rows
+    sampling      a token from logits, without a sort
     aot           compiles all of it without a GPU and writes what the compiler says into the docs
 
 Only this package imports triton, and importing this package imports nothing. A module whose name is

@@ -22,6 +22,7 @@ KERNEL_MODULES: Final[tuple[str, ...]] = (
     "all_to_all",
     "attention",
     "rows",
+    "sampling",
 )
 
 

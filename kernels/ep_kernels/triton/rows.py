@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ep_kernels.triton.arguments import KernelArgumentError, check_tensor
+from ep_kernels.triton.parts import part_of_kernel
 from ep_kernels.triton.registry import Variant
 from ep_kernels.triton.tuning import architecture_of, tile
 
@@ -41,7 +42,7 @@ def _rms_norm(
     tl.store(out + row * WIDTH + column, rounded(value, out), inside)
 
 
-@triton.jit
+@part_of_kernel
 def rounded(value: tl.tensor, like: tl.tensor) -> tl.tensor:
     """fp32 to the type that ``like`` points to, to the nearest.
 
@@ -55,7 +56,7 @@ def rounded(value: tl.tensor, like: tl.tensor) -> tl.tensor:
     return value.to(like.dtype.element_ty)
 
 
-@triton.jit
+@part_of_kernel
 def _turn(
     at: tl.tensor, turn: tl.tensor, pairs: tl.tensor, exists: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -258,8 +259,8 @@ def reference_rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) ->
 
 def reference_rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
     """``x [..., width]`` times complex ``turn [..., width / 2]``, fp32, in plain torch."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * turn).flatten(-2)
+    pairs = x.float().contiguous().view(torch.complex64)
+    return (pairs * turn).view(torch.float32)
 
 
 def variants(architecture: int) -> tuple[Variant, ...]:

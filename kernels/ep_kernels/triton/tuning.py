@@ -134,42 +134,23 @@ TABLE: Final[Mapping[str, Mapping[int, Tile]]] = {
     "rms_norm": _everywhere(Tile(num_warps=8), Tile(num_warps=1)),
     "latent_rows": _everywhere(Tile(num_warps=4), Tile(num_warps=1)),
     "rotate": _everywhere(Tile({"HEADS": 16}, 4), Tile({"HEADS": 4}, 1)),
-    "plan": {
-        INTERPRETED: Tile({"BLOCK_T": 8}, num_warps=1),
-        80: Tile({"BLOCK_T": 128}, num_warps=4),
-        90: Tile({"BLOCK_T": 128}, num_warps=4),
-        100: Tile({"BLOCK_T": 128}, num_warps=4),
-    },
-    "put": {
-        INTERPRETED: Tile({"ROWS": 8, "BLOCK_H": 256, "BLOCK_P": 16}, num_warps=1),
-        80: Tile({"ROWS": 1, "BLOCK_H": 2048, "BLOCK_P": 256}, num_warps=4),
-        90: Tile({"ROWS": 1, "BLOCK_H": 2048, "BLOCK_P": 256}, num_warps=4),
-        100: Tile({"ROWS": 1, "BLOCK_H": 2048, "BLOCK_P": 256}, num_warps=4),
-    },
-    "arrive": {
-        INTERPRETED: Tile({"BLOCK_P": 32}, num_warps=1),
-        80: Tile({"BLOCK_P": 512}, num_warps=4),
-        90: Tile({"BLOCK_P": 512}, num_warps=4),
-        100: Tile({"BLOCK_P": 512}, num_warps=4),
-    },
-    "answer": {
-        INTERPRETED: Tile({"ROWS": 8, "BLOCK_H": 256}, num_warps=1),
-        80: Tile({"ROWS": 1, "BLOCK_H": 2048}, num_warps=4),
-        90: Tile({"ROWS": 1, "BLOCK_H": 2048}, num_warps=4),
-        100: Tile({"ROWS": 1, "BLOCK_H": 2048}, num_warps=4),
-    },
-    "combine": {
-        INTERPRETED: Tile({"BLOCK_H": 256, "BLOCKS_H": 2}, num_warps=1),
-        80: Tile({"BLOCK_H": 2048, "BLOCKS_H": 2}, num_warps=4),
-        90: Tile({"BLOCK_H": 2048, "BLOCKS_H": 2}, num_warps=4),
-        100: Tile({"BLOCK_H": 2048, "BLOCKS_H": 2}, num_warps=4),
-    },
-    "drain": {
-        INTERPRETED: Tile({"ROWS": 8, "BLOCK_H": 256, "BLOCK_P": 16}, num_warps=1),
-        80: Tile({"ROWS": 1, "BLOCK_H": 2048, "BLOCK_P": 256}, num_warps=4),
-        90: Tile({"ROWS": 1, "BLOCK_H": 2048, "BLOCK_P": 256}, num_warps=4),
-        100: Tile({"ROWS": 1, "BLOCK_H": 2048, "BLOCK_P": 256}, num_warps=4),
-    },
+    "sampling": _everywhere(Tile({"BLOCK": 4096}, 8), Tile({"BLOCK": 128}, 1)),
+    "plan": _everywhere(Tile({"BLOCK_T": 128}), Tile({"BLOCK_T": 8}, num_warps=1)),
+    "put": _everywhere(
+        Tile({"ROWS": 1, "BLOCK_BYTES": 2048, "BLOCK_P": 256}),
+        Tile({"ROWS": 8, "BLOCK_BYTES": 512, "BLOCK_P": 16}, num_warps=1),
+    ),
+    "arrive": _everywhere(Tile({"BLOCK_P": 512}), Tile({"BLOCK_P": 32}, num_warps=1)),
+    "answer": _everywhere(
+        Tile({"ROWS": 1, "BLOCK_H": 2048}), Tile({"ROWS": 8, "BLOCK_H": 256}, num_warps=1)
+    ),
+    "combine": _everywhere(
+        Tile({"BLOCK_H": 2048, "BLOCKS_H": 2}), Tile({"BLOCK_H": 256, "BLOCKS_H": 2}, num_warps=1)
+    ),
+    "drain": _everywhere(
+        Tile({"ROWS": 1, "BLOCK_H": 2048, "BLOCK_P": 256}),
+        Tile({"ROWS": 8, "BLOCK_H": 256, "BLOCK_P": 16}, num_warps=1),
+    ),
 }
 
 

@@ -10,7 +10,8 @@ from ep_kernels.triton.all_to_all.end import End, columns_of
 from ep_kernels.triton.all_to_all.inbox import HEADER_WORDS as HEADER_SIZE
 from ep_kernels.triton.all_to_all.inbox import InboxLayout, Wire
 from ep_kernels.triton.all_to_all.plan import Lists, Pairs
-from ep_kernels.triton.all_to_all.signals import array, flag_at, part_of_kernel, wait_for_flag
+from ep_kernels.triton.all_to_all.signals import array, flag_at, wait_for_flag
+from ep_kernels.triton.parts import part_of_kernel
 from ep_kernels.triton.tuning import Tile, tile
 
 HEADER_WORDS = tl.constexpr(HEADER_SIZE)

@@ -12,13 +12,8 @@ from ep_kernels.triton.all_to_all.end import End, columns_of
 from ep_kernels.triton.all_to_all.inbox import HEADER_WORDS as HEADER_SIZE
 from ep_kernels.triton.all_to_all.inbox import InboxLayout
 from ep_kernels.triton.all_to_all.put import copy_words
-from ep_kernels.triton.all_to_all.signals import (
-    array,
-    flag_at,
-    last_to_finish,
-    part_of_kernel,
-    publish,
-)
+from ep_kernels.triton.all_to_all.signals import array, flag_at, last_to_finish, publish
+from ep_kernels.triton.parts import part_of_kernel
 from ep_kernels.triton.tuning import Tile, tile
 
 HEADER_WORDS = tl.constexpr(HEADER_SIZE)

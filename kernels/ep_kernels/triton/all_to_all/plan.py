@@ -10,8 +10,9 @@ import triton.language as tl
 
 from ep_kernels.triton.all_to_all.end import End
 from ep_kernels.triton.all_to_all.inbox import InboxLayout
-from ep_kernels.triton.all_to_all.signals import flag_at, part_of_kernel, wait_for_flag
+from ep_kernels.triton.all_to_all.signals import flag_at, wait_for_flag
 from ep_kernels.triton.arguments import check_tensor
+from ep_kernels.triton.parts import part_of_kernel
 from ep_kernels.triton.tuning import Tile, tile
 
 SEQUENCE_MASK = tl.constexpr(0xFFFFFFFF)

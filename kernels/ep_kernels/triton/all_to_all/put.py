@@ -12,13 +12,8 @@ from ep_kernels.triton.all_to_all.inbox import HEADER_WORDS as HEADER_SIZE
 from ep_kernels.triton.all_to_all.inbox import InboxLayout, Wire
 from ep_kernels.triton.all_to_all.plan import Lists
 from ep_kernels.triton.all_to_all.rounding import bf16_bits, e4m3_bits
-from ep_kernels.triton.all_to_all.signals import (
-    array,
-    flag_at,
-    last_to_finish,
-    part_of_kernel,
-    publish,
-)
+from ep_kernels.triton.all_to_all.signals import array, flag_at, last_to_finish, publish
+from ep_kernels.triton.parts import part_of_kernel
 from ep_kernels.triton.tuning import Tile, tile
 
 HEADER_WORDS = tl.constexpr(HEADER_SIZE)
@@ -208,6 +203,7 @@ def put(
 
 def constants_of(layout: InboxLayout, shape: Tile, *, pairs: bool) -> dict[str, int | bool]:
     message = layout.shape
+    columns = shape["BLOCK_BYTES"] // message.wire.value_bytes  # 16 bytes a thread
     return {
         "WIRE": int(message.wire),
         "HIDDEN": message.hidden,
@@ -223,6 +219,6 @@ def constants_of(layout: InboxLayout, shape: Tile, *, pairs: bool) -> dict[str, 
         "ROWS_AT": layout.rows,
         "SCALES_AT": layout.scales,
         "ROWS": shape["ROWS"],
-        "BLOCK_H": columns_of(shape["BLOCK_H"], message.hidden, scaled=message.wire is Wire.FP8),
+        "BLOCK_H": columns_of(columns, message.hidden, scaled=message.wire is Wire.FP8),
         "BLOCK_P": shape["BLOCK_P"],
     }

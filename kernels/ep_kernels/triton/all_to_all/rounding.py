@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from ep_kernels.triton.all_to_all.signals import part_of_kernel
+from ep_kernels.triton.parts import part_of_kernel
 
 
 @part_of_kernel

@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from ep_kernels.triton.all_to_all.inbox import LaneState
+from ep_kernels.triton.parts import INTERPRETING, part_of_kernel
 
 _INTERPRETER_PAUSE_S = 2e-3
 
@@ -27,17 +27,8 @@ def _host_clock() -> Any:
     return tl.full((), time.monotonic_ns(), tl.int64)
 
 
-_INTERPRETED = triton.knobs.runtime.interpret
-
 # Inline assembly, which the interpreter cannot run.
-clock_ns = _host_clock if _INTERPRETED else globaltimer
-
-
-def part_of_kernel(function: Any) -> Any:
-    """What kernels call. The interpreter patches triton anew for each call of a jitted function,
-    which takes a millisecond; a plain one it just runs.
-    """
-    return function if _INTERPRETED else triton.jit(function)
+clock_ns = _host_clock if INTERPRETING else globaltimer
 
 
 @part_of_kernel

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from ep_kernels.triton import sampling
+from ep_kernels.triton.arguments import KernelArgumentError
+from ep_kernels.triton.sampling import (
+    UNDRAWABLE,
+    Draws,
+    kept,
+    reference_kept,
+    sample,
+    sample_and_cuts,
+)
+
+RULES = {
+    "greedy": (0.0, 0, 1.0, 0.0),
+    "plain": (1.0, 0, 1.0, 0.0),
+    "top_k": (0.7, 5, 1.0, 0.0),
+    "top_k of all": (1.3, 150, 1.0, 0.0),
+    "top_p": (1.0, 0, 0.6, 0.0),
+    "min_p": (1.0, 0, 1.0, 0.2),
+    "all at once": (1.5, 20, 0.8, 0.05),
+    "one": (1.0, 1, 1.0, 0.0),
+    "a top_p of nearly nothing": (1.0, 0, 1e-6, 0.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def full(*sizes: object, **options: object) -> torch.Tensor:
+        return empty(*sizes, **options).fill_(-77)
+
+    monkeypatch.setattr(sampling.torch, "empty", full)
+
+
+def draws_of(rules: list[tuple[float, int, float, float]], seed: int, position: int) -> Draws:
+    temperature, top_k, top_p, min_p = zip(*rules, strict=True)
+    rows = len(rules)
+    return Draws(
+        torch.tensor(temperature),
+        torch.tensor(top_k, dtype=torch.int32),
+        torch.tensor(top_p),
+        torch.tensor(min_p),
+        torch.full((rows,), seed),
+        torch.full((rows,), position),
+    )
+
+
+def uniform(seed: int, position: int) -> float:
+    """splitmix64 of both in Python's integers."""
+    mask, mixed = (1 << 64) - 1, seed & ((1 << 64) - 1)
+    for value in (position, 0):
+        mixed = ((mixed + 0x9E3779B97F4A7C15) & mask) ^ value
+        mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & mask
+        mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & mask
+        mixed ^= mixed >> 31
+    return (mixed >> 11) * 2.0**-53
+
+
+def test_what_is_kept_and_what_is_drawn(rng: torch.Generator) -> None:
+    """Every rule on one batch, and each row's token at its quantile of the sorted kept ones."""
+    vocab, rules = 150, list(RULES.values())
+    logits = torch.randn(len(rules), vocab, generator=rng) * 3
+    seed, position = int(torch.randint(1 << 62, (), generator=rng)) - (1 << 61), 41
+    draws = draws_of(rules, seed, position)
+    tokens, cuts = sample_and_cuts(logits, draws)
+    could = kept(logits, cuts, draws)
+    for row, rule in enumerate(rules):
+        wanted = reference_kept(logits[row], *rule)
+        assert could[row].nonzero().flatten().tolist() == sorted(wanted.tolist()), rule
+        weights = torch.exp((logits[row].double() - logits[row].max()) / max(rule[0], 1e-5))[wanted]
+        share = weights.cumsum(0) / weights.sum()
+        at = int(torch.searchsorted(share, uniform(seed, position), right=True))
+        near = wanted[max(0, at - 1) : at + 2].tolist()  # fp32 sums may fall on the other side
+        assert int(tokens[row]) in near, rule
+
+
+def test_the_numbers_are_the_routers() -> None:
+    from router_svc.sampler import uniform as of_the_cpu
+
+    seeds = [0, 1, (1 << 64) - 1, 1 << 63, 0x123456789ABCDEF]
+    wanted = of_the_cpu(np.array(seeds, dtype=np.uint64), np.full(5, 7, dtype=np.uint64))
+    assert [uniform(seed, 7) for seed in seeds] == wanted.tolist()
+    # A flat row shows the kernel's number itself.
+    flat = torch.zeros(5, 250)
+    signed = torch.tensor([seed - (1 << 64) if seed >> 63 else seed for seed in seeds])
+    draws = draws_of([RULES["plain"]] * 5, 0, 7)
+    draws.seed.copy_(signed)
+    assert sample(flat, draws).tolist() == (wanted * 250).astype(int).tolist()
+
+
+def test_equal_logits_are_kept_by_id() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0, 2.0, -1.0]] * 3)
+    draws = draws_of([(1.0, 3, 1.0, 0.0), (1.0, 0, 0.3, 0.0), (1.0, 5, 1.0, 0.0)], 3, 1)
+    could = kept(logits, sample_and_cuts(logits, draws)[1], draws)
+    assert [row.nonzero().flatten().tolist() for row in could] == [
+        [1, 2, 4],
+        [1, 2],
+        [0, 1, 2, 4, 5],
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logits_of_16_bits(dtype: torch.dtype, rng: torch.Generator) -> None:
+    logits = torch.randn(2, 40, generator=rng).to(dtype)
+    draws = draws_of([RULES["top_k"], RULES["greedy"]], 5, 2)
+    tokens, cuts = sample_and_cuts(logits, draws)
+    could = kept(logits, cuts, draws)
+    assert (
+        sorted(reference_kept(logits[0], *RULES["top_k"]).tolist())
+        == could[0].nonzero().flatten().tolist()
+    )
+    assert could[0, int(tokens[0])]
+    assert int(tokens[1]) == int(logits[1].float().argmax())
+
+
+def test_a_row_depends_on_itself_alone(rng: torch.Generator) -> None:
+    logits = torch.randn(3, 70, generator=rng)
+    rules = [RULES["all at once"], RULES["plain"], RULES["top_p"]]
+    together = sample(logits, draws_of(rules, 9, 4)).tolist()
+    alone = [
+        sample(logits[i : i + 1].contiguous(), draws_of([rule], 9, 4)).item()
+        for i, rule in enumerate(rules)
+    ]
+    assert together == alone
+
+
+def test_rows_that_cannot_be_drawn_and_extremes() -> None:
+    nan, inf = float("nan"), float("inf")
+    logits = torch.tensor(
+        [
+            [0.0, nan, 1.0],
+            [-inf, -inf, -inf],
+            [0.0, inf, 1.0],
+            [-inf, 5.0, -inf],
+            [-3e38, 3e38, 0.0],
+            [0.0, -0.0, -1e-45],
+        ]
+    )
+    rules = [RULES["plain"], *[RULES["all at once"]] * 4, RULES["greedy"]]
+    assert sample(logits, draws_of(rules, 1, 1)).tolist() == [UNDRAWABLE] * 3 + [1, 1, 0]
+
+
+def test_no_rows_and_a_vocabulary_of_one() -> None:
+    one = draws_of([RULES["plain"]], 1, 1)
+    nobody = Draws(*(getattr(one, name)[:0] for name in Draws.__dataclass_fields__))
+    assert sample(torch.zeros(0, 5), nobody).shape == (0,)
+    assert sample(torch.zeros(1, 1), draws_of([RULES["top_p"]], 1, 1)).tolist() == [0]
+
+
+def test_what_the_kernel_cannot_run_is_refused_and_named() -> None:
+    draws = draws_of([RULES["plain"]], 1, 1)
+    with pytest.raises(KernelArgumentError, match=r"logits is of shape \[1, 0\]"):
+        sample(torch.zeros(1, 0), draws)
+    with pytest.raises(KernelArgumentError, match=r"temperature is of shape \[1\], expected \[2\]"):
+        sample(torch.zeros(2, 3), draws)
+    with pytest.raises(KernelArgumentError, match=r"logits is torch\.float64"):
+        sample(torch.zeros(1, 3, dtype=torch.float64), draws)
