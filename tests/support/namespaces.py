@@ -136,6 +136,7 @@ class Hosts:
         self.network = Network()
 
     def __enter__(self) -> Self:
+        _remove_left_behind()
         try:
             for name, netns in self._netns.items():
                 ip("netns", "add", netns)
@@ -180,6 +181,15 @@ class Hosts:
                 yield
             finally:
                 libc.setns(ours.fileno(), _CLONE_NEWNET)
+
+
+def _remove_left_behind() -> None:
+    """Namespaces of test processes that were killed."""
+    for path in Path("/run/netns").glob("mm*x*-*"):
+        pid = path.name.removeprefix("mm").partition("x")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("netns", "del", path.name)
 
 
 def _tun(name: str) -> int:
@@ -259,6 +269,7 @@ class WideMesh:
         package = {"router": "router_svc", "expert": "expert_svc", "planner": "planner_svc"}
         module = package.get(id_.partition("-")[0], "gateway")
         command = [sys.executable, "-m", module, "--config", str(config), "--id", id_]
+        command += ["--parent-pid", str(os.getpid())]  # they end with the test, however it ends
         with (self._home / f"{id_}.log").open("ab") as log:
             self.processes[id_] = subprocess.Popen(
                 self.hosts.command(host, *command),
