@@ -10,7 +10,8 @@ and a token has come. Needs root, debootstrap, util-linux and iproute2, and acce
 Python's packages: the machine's own configuration of apt and pip is lent to what RUN runs.
 
 Proves: that the instructions work in this order and what the images then hold, that the services
-need nothing else, and that lanes work between them. Does not prove: what an engine adds (its own
+need nothing else, and that lanes work between them, in memory and, for ``compose.multi-host.yaml``
+on two loopback addresses, over TCP with keys. Does not prove: what an engine adds (its own
 base image, seccomp and AppArmor profiles, logging, port publishing).
 """
 
@@ -18,10 +19,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -30,290 +29,16 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-HERE = Path(__file__).resolve().parent
-SOURCE = HERE.parent.parent
-SUITE = "bookworm"
-LENT = ("/etc/resolv.conf", "/etc/apt", "/usr/share/keyrings", "/etc/ssl/certs", "/etc/pip.conf")
-LENT_VARIABLES = re.compile(r"PIP_\w+|SSL_CERT_\w+|\w+_proxy|\w+_PROXY")
-SLIMMED = ("usr/share/doc", "usr/share/man", "usr/share/info", "usr/share/locale",
-           "usr/share/lintian", "var/cache/apt", "var/lib/apt/lists", "var/log")  # fmt: skip
+from compose.docker.roots import SOURCE, Builder, Stage, expand, made, overlay, run, say, size_mb
+
 READY_S = 300.0
-
-
-# ---------------------------------------------------------------- the Dockerfile
-
-
-@dataclass(frozen=True)
-class Instruction:
-    word: str
-    rest: str
-
-
-@dataclass
-class Stage:
-    """A stage of the Dockerfile, and what it has become."""
-
-    name: str
-    parent: str
-    instructions: list[Instruction]
-    layers: list[Path] = field(default_factory=list)
-    """Newest first, without the base."""
-    env: dict[str, str] = field(default_factory=dict)
-    args: dict[str, str] = field(default_factory=dict)
-    user: str = "0:0"
-    workdir: str = "/"
-    entrypoint: list[str] = field(default_factory=list)
-    command: list[str] = field(default_factory=list)
-
-
-def instructions(text: str) -> list[Instruction]:
-    """Of a Dockerfile without heredocs, in their order."""
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    whole = "\n".join(lines).replace("\\\n", " ")
-    split = (line.split(None, 1) for line in whole.splitlines() if line.strip())
-    return [Instruction(word.upper(), rest.strip()) for word, rest in split]
-
-
-def stages(found: Sequence[Instruction], given: Mapping[str, str]) -> dict[str, Stage]:
-    """By name; ``given``: build arguments."""
-    defaults: dict[str, str] = {}
-    named: dict[str, Stage] = {}
-    for one in found:
-        if one.word == "FROM":
-            parent, _, name = expand(one.rest, defaults).split()
-            named[name] = Stage(name, parent, [])
-        elif not named:
-            key, _, value = one.rest.partition("=")
-            defaults[key] = given.get(key, value)
-        else:
-            list(named.values())[-1].instructions.append(one)
-    return named
-
-
-def expand(text: str, values: Mapping[str, str]) -> str:
-    """``${NAME}``, ``${NAME:-otherwise}`` and ``${NAME:+instead}``, as both files have them."""
-
-    def value(match: re.Match[str]) -> str:
-        name, operator, word = match.groups()
-        known = values.get(name, "")
-        if operator == ":-":
-            return known or word
-        if operator == ":+":
-            return word if known else ""
-        return known
-
-    return re.sub(r"\$\{(\w+)(?:(:[-+])([^}]*))?\}", value, text)
-
-
-# ---------------------------------------------------------------- building
-
-
-class Builder:
-    def __init__(self, work: Path, lent: Sequence[str], given: Mapping[str, str]) -> None:
-        self.work = work
-        self.lent = [path for path in {*LENT, *pip_paths(), *lent} if Path(path).exists()]
-        self.given = given
-        self.base = work / "base"
-        self.context = work / "context"
-        self.stages = stages(instructions((HERE / "Dockerfile").read_text()), given)
-
-    def prepare(self) -> None:
-        """The base's root, kept between runs, and the build context."""
-        if not (self.base / "bin/sh").exists():
-            say(f"debootstrap {SUITE}")
-            shutil.rmtree(self.base, ignore_errors=True)
-            run(["debootstrap", "--variant=minbase", SUITE, str(self.base)])
-            for path in SLIMMED:
-                shutil.rmtree(self.base / path, ignore_errors=True)
-                (self.base / path).mkdir(parents=True)
-            # As Debian's slim images have it, for packages that come later.
-            excluded = "".join(f"path-exclude /{path}/*\n" for path in SLIMMED[:5])
-            (self.base / "etc/dpkg/dpkg.cfg.d/docker").write_text(excluded)
-        shutil.rmtree(self.context, ignore_errors=True)
-        copy_context(self.context)
-
-    def build(self, name: str) -> Stage:
-        """Carry out a stage's instructions, after those of the stages that it needs."""
-        stage = self.stages[name]
-        if stage.layers:
-            return stage
-        if stage.parent in self.stages:
-            parent = self.build(stage.parent)
-            stage.layers = list(parent.layers)
-            stage.env = dict(parent.env)
-            stage.user, stage.workdir = parent.user, parent.workdir
-        else:
-            stage.env = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-        for one in stage.instructions:
-            self._carry_out(stage, one)
-        return stage
-
-    def _carry_out(self, stage: Stage, one: Instruction) -> None:
-        values = stage.args | stage.env
-        match one.word:
-            case "ARG":
-                key, _, value = one.rest.partition("=")
-                stage.args[key] = self.given.get(key, value)
-            case "ENV":
-                for item in shlex.split(one.rest):
-                    key, _, value = item.partition("=")
-                    stage.env[key] = expand(value, values)
-            case "USER":
-                stage.user = one.rest
-            case "WORKDIR":
-                stage.workdir = one.rest
-                place = one.rest.lstrip("/")
-                if not any((layer / place).is_dir() for layer in (*stage.layers, self.base)):
-                    raise SystemExit(f"WORKDIR {one.rest}: make it before, with its owner")
-            case "COPY":
-                self._copy(stage, one.rest)
-            case "RUN":
-                self._run(stage, one.rest, values)
-            case "ENTRYPOINT":
-                stage.entrypoint = json.loads(one.rest)
-            case "CMD":
-                stage.command = json.loads(one.rest)
-            case "EXPOSE":
-                pass
-            case other:
-                raise SystemExit(f"prove.py does not know {other}")
-
-    @contextlib.contextmanager
-    def _layer(self, stage: Stage, *made_of: str) -> Iterator[Path | None]:
-        """A new layer to fill, or None where an earlier run made it of the same."""
-        everything = [*(layer.name for layer in stage.layers), *made_of]
-        key = hashlib.sha256("\0".join(everything).encode()).hexdigest()[:12]
-        layer = self.work / "layers" / f"{stage.name}-{key}"
-        if layer.exists():
-            yield None
-        else:
-            new = layer.with_suffix(".new")
-            shutil.rmtree(new, ignore_errors=True)
-            made(new)
-            yield new
-            new.rename(layer)
-        stage.layers.insert(0, layer)
-
-    def _copy(self, stage: Stage, rest: str) -> None:
-        words = rest.split()
-        origins = [self.context]
-        if words[0].startswith("--from="):
-            origins = self.build(words.pop(0).removeprefix("--from=")).layers
-        *sources, target = words
-        # A directory may have been written in several layers; the newest comes last.
-        found = [
-            one
-            for source in (source.lstrip("/") for source in sources)
-            for origin in reversed(origins)
-            for one in (sorted(origin.glob(source)) if "*" in source else [origin / source])
-            if one.exists()
-        ]
-        if not found:
-            raise SystemExit(f"COPY {rest}: nothing to copy")
-        of = [digest(one) if origins == [self.context] else str(one) for one in found]
-        with self._layer(stage, "COPY", rest, *of) as layer:
-            if layer is None:
-                return
-            into = made(layer / target.lstrip("/"))
-            for one in found:
-                run(["cp", "-a", "--", f"{one}/." if one.is_dir() else str(one), into])
-            run(["find", str(layer), "-type", "c", "-delete"])  # what a later layer had removed
-
-    def _run(self, stage: Stage, command: str, values: Mapping[str, str]) -> None:
-        lower = list(stage.layers)
-        given = [f"{key}={value}" for key, value in sorted(values.items())]
-        with self._layer(stage, "RUN", command, stage.user, *given) as upper:
-            if upper is not None:
-                say(f"[{stage.name}] {command[:100]}")
-                self._run_in(lower, upper, stage, command, values)
-
-    def _run_in(
-        self,
-        lower: Sequence[Path],
-        upper: Path,
-        stage: Stage,
-        command: str,
-        values: Mapping[str, str],
-    ) -> None:
-        scratch = self.work / "scratch"
-        shutil.rmtree(scratch, ignore_errors=True)
-        root, done = made(scratch / "root"), made(scratch / "work")
-        lent = {k: v for k, v in os.environ.items() if LENT_VARIABLES.fullmatch(k)}
-        lent |= {k: v for k, v in values.items() if v}
-        script = [overlay([*lower, self.base], root, upper=upper, work=done)]
-        script += [f"mount -t proc proc {root}/proc", f"mount --rbind /dev {root}/dev"]
-        for path in self.lent:
-            into = shlex.quote(f"{root}{path}")
-            make = "mkdir -p" if Path(path).is_dir() else "touch"
-            script += [
-                f"mkdir -p $(dirname {into})",
-                f"[ -e {into} ] || {make} {into}",
-                f"mount --rbind {shlex.quote(path)} {into}",
-            ]
-        environment = " ".join(shlex.quote(f"{k}={v}") for k, v in lent.items())
-        script.append(
-            f"exec chroot --userspec={stage.user} {root} "
-            f"env -i {environment} /bin/sh -c {shlex.quote(f'cd {stage.workdir}; {command}')}"
-        )
-        run(
-            ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-ec",
-             "\n".join(script)]
-        )  # fmt: skip
-        for path in self.lent:  # the places that were only made to mount on
-            with contextlib.suppress(OSError):
-                target = upper / path.lstrip("/")
-                target.rmdir() if target.is_dir() else target.unlink()
-
-
-def digest(path: Path) -> str:
-    """Of a file's content, or of all files in a directory."""
-    files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
-    total = hashlib.sha256()
-    for one in files:
-        total.update(str(one.relative_to(path)).encode() + b"\0" + one.read_bytes() + b"\0")
-    return total.hexdigest()
-
-
-def pip_paths() -> list[str]:
-    """Files and folders that this machine's configuration of pip names."""
-    said = run([sys.executable, "-m", "pip", "config", "debug"], capture=True)
-    said += os.environ.get("PIP_FIND_LINKS", "")
-    return [path.removesuffix("/simple") for path in re.findall(r"(/(?!/)[\w./+-]+)", said)]
-
-
-def copy_context(into: Path) -> None:
-    """What .dockerignore lets through, of an allow-list of names."""
-    rules = [line for line in (SOURCE / ".dockerignore").read_text().split("\n") if line.strip()]
-    for rule in rules:
-        if rule.startswith("!"):
-            source, target = SOURCE / rule[1:], into / rule[1:]
-            made(target.parent)
-            run(["cp", "-a", "--", str(source), str(target)])
-    for rule in rules:
-        if rule.startswith("**/"):
-            run(["find", str(into), "-name", rule[3:], "-exec", "rm", "-rf", "{}", "+"])
-
-
-def overlay(
-    lower: Sequence[Path], root: str, *, upper: Path | None = None, work: Path | str = ""
-) -> str:
-    """The mount command; read-only without ``upper``."""
-    options = "lowerdir=" + ":".join(str(path) for path in lower)
-    if upper is not None:
-        options += f",upperdir={upper},workdir={work}"
-    return f"mount -t overlay overlay -o {shlex.quote(options)} {root}"
-
-
-def size_mb(path: Path) -> float:
-    """Of all files, each link counted once."""
-    text = run(["du", "-sk", "--apparent-size", str(path)], capture=True)
-    return int(text.split()[0]) * 1024 / 1e6
+PORT_OF_TWO_HOSTS = 8400
 
 
 # ---------------------------------------------------------------- running
@@ -329,13 +54,16 @@ class Container:
         image: Stage,
         base: Path,
         volumes: Mapping[str, Path],
+        secrets: Mapping[str, str],
         work: Path,
     ) -> None:
+        """``secrets``: target -> the file."""
         self.name = name
         self.service = service
         self._image = image
         self._base = base
         self._volumes = volumes
+        self._secrets = secrets
         self._root = made(work / "roots" / name)
         self.log = work / "logs" / f"{name}.log"
         made(self.log.parent)
@@ -393,6 +121,9 @@ class Container:
             made(places / item.split(":")[0].lstrip("/"))
         for item in service["volumes"]:
             made(places / item.split(":")[1].lstrip("/"))
+        for target in self._secrets:
+            made(places / "run/secrets")
+            (places / "run/secrets" / target).touch()
         script = [overlay([places, *self._image.layers, self._base], root)]
         assert service["read_only"]
         script += [
@@ -411,6 +142,8 @@ class Container:
             if source in self._volumes:
                 flag = "-o ro" if mode == ["ro"] else ""
                 script.append(f"mount {flag} --bind {self._volumes[source]} {root}{place}")
+        for target, path in self._secrets.items():
+            script.append(f"mount -o ro --bind {path} {root}/run/secrets/{target}")
         if alone:
             script.append("ip link set lo up")
         if name := service.get("hostname"):
@@ -427,31 +160,50 @@ class Container:
         return ["unshare", *spaces, "--fork", "--kill-child", "sh", "-ec", "\n".join(script)]
 
 
-def compose(path: Path, values: Mapping[str, str]) -> dict[str, Any]:
-    """The file with its variables replaced and its anchors merged."""
-    return dict(yaml.safe_load(expand(path.read_text(), values)))
+@dataclass(frozen=True)
+class Host:
+    """One machine's part of a mesh: what ``docker compose`` is given there."""
+
+    name: str
+    file: str
+    variables: Mapping[str, str]
+    profiles: frozenset[str] = frozenset()
+
+    def containers(self, builder: Builder) -> dict[str, Container]:
+        """By service, with volumes of its own, which are empty."""
+        text = (SOURCE / "compose" / self.file).read_text()
+        document = yaml.safe_load(expand(text, self.variables))
+        work = builder.work / "hosts" / self.name
+        shutil.rmtree(work, ignore_errors=True)
+        volumes: dict[str, Path] = {}
+        for name in document["volumes"]:
+            volumes[name] = Path(made(work / "volumes" / name))
+            volumes[name].chmod(0o700)
+            os.chown(volumes[name], 10001, 10001)
+        found = {}
+        for name, service in document["services"].items():
+            if not self.profiles.issuperset(service.get("profiles", ())):
+                continue
+            secrets = {}
+            for item in service.get("secrets", ()):
+                source, target = (
+                    (item, item) if isinstance(item, str) else (item["source"], item["target"])
+                )
+                secrets[target] = document["secrets"][source]["file"]
+            image = builder.build(service["build"]["target"])
+            found[name] = Container(name, service, image, builder.base, volumes, secrets, work)
+        return found
 
 
 @contextlib.contextmanager
-def mesh(builder: Builder, file: Path, values: Mapping[str, str]) -> Iterator[dict[str, Container]]:
-    """All services of a compose file, healthy; killed at the end, if they still run."""
-    document = compose(file, values)
-    volumes: dict[str, Path] = {}
-    for name in document["volumes"]:
-        volumes[name] = Path(made(builder.work / "volumes" / name))
-        shutil.rmtree(volumes[name])
-        volumes[name].mkdir(mode=0o700)
-        os.chown(volumes[name], 10001, 10001)
+def mesh(builder: Builder, *hosts: Host) -> Iterator[dict[str, Container]]:
+    """All services of these hosts, as ``HOST/SERVICE``, healthy; killed at the end, if they still
+    run.
+    """
     containers = {
-        name: Container(
-            name,
-            service,
-            builder.build(service["build"]["target"]),
-            builder.base,
-            volumes,
-            builder.work,
-        )
-        for name, service in document["services"].items()
+        f"{host.name}/{name}": one
+        for host in hosts
+        for name, one in host.containers(builder).items()
     }
     try:
         for one in containers.values():
@@ -487,18 +239,50 @@ def prove(builder: Builder) -> dict[str, Any]:
     for target in ("gateway", "planner"):
         if sizes[target] >= 200:
             raise SystemExit(f"{target} has {sizes[target]:.0f} MB, 200 at most")
-    with mesh(builder, SOURCE / "compose/compose.yaml", {}) as containers:
+    with mesh(builder, Host("one", "compose.yaml", {"PORT": "8000"})) as containers:
         for name, one in containers.items():
-            look(name, one)
-        figures["tokens"] = ask()
-        figures["dev_shm_files"] = containers["router-0"].inside("ls -A /dev/shm | wc -l").strip()
-        for name in ("gateway-0", "router-0", "expert-0", "expert-1", "planner"):
-            code = containers[name].stop()
-            if code:
-                raise SystemExit(f"{name} ended with {code}:\n{containers[name].log.read_text()}")
-        left = [p.name for p in (builder.work / "volumes/run").iterdir()]
-        figures["left_in_run_dir"] = left
+            look(name.partition("/")[2], one)
+        figures["tokens"] = ask(8000)
+        files = containers["one/router-0"].inside("ls -A /dev/shm | wc -l")
+        figures["dev_shm_files"] = int(files)
+        stop(containers)
+        left = (builder.work / "hosts/one/volumes/run").iterdir()
+        figures["left_in_run_dir"] = [path.name for path in left]
+    with mesh(builder, *two_hosts(builder.work / "keys")) as containers:
+        figures["tokens_of_two_hosts"] = ask(PORT_OF_TWO_HOSTS)
+        lines = containers["a/router-0"].log.read_text().splitlines()
+        opened = [json.loads(line) for line in lines if '"lane.opened"' in line]
+        figures["lanes_of_two_hosts"] = sorted(line["peer"] for line in opened)
+        stop(containers)
     return figures
+
+
+def two_hosts(keys: Path) -> tuple[Host, Host]:
+    """Two machines' parts of a mesh, here at two loopback addresses, with keys of their own."""
+    names = {"planner": "planner", "gateway-0": "gateway", "router-a-0": "router",
+             "expert-a-0": "expert", "expert-b-0": "expert"}  # fmt: skip
+    shutil.rmtree(keys, ignore_errors=True)
+    moemesh = str(Path(sys.executable).with_name("moemesh"))
+    pairs = [word for pair in names.items() for word in pair]
+    run([moemesh, "keygen", *pairs, "--out", str(keys)])
+    for path in keys.iterdir():
+        os.chown(path, 10001, 10001)
+    variables = {"PLANNER": "127.0.0.1", "KEYS": str(keys), "EXPERTS": "2",
+                 "PORT": str(PORT_OF_TWO_HOSTS)}  # fmt: skip
+    file = "compose.multi-host.yaml"
+    return (
+        Host("a", file, variables | {"NODE": "a", "ADDRESS": "127.0.0.1"},
+             frozenset({"head", "router", "expert"})),
+        Host("b", file, variables | {"NODE": "b", "ADDRESS": "127.0.0.2"}, frozenset({"expert"})),
+    )  # fmt: skip
+
+
+def stop(containers: Mapping[str, Container]) -> None:
+    """Clients first, as an engine does that goes by depends_on."""
+    for role in ("gateway", "router", "expert", "planner"):
+        for name, one in containers.items():
+            if name.partition("/")[2].startswith(role) and (code := one.stop()):
+                raise SystemExit(f"{name} ended with {code}:\n{one.log.read_text()[-3000:]}")
 
 
 def look(name: str, one: Container) -> None:
@@ -515,31 +299,15 @@ def look(name: str, one: Container) -> None:
         raise SystemExit(f"{name}: expected {wanted}, found {found}")
 
 
-def ask() -> int:
+def ask(port: int) -> int:
     body = {"model": "moemesh-demo", "prompt": "Emma was not at all", "max_tokens": 8}
     request = urllib.request.Request(
-        "http://127.0.0.1:8000/v1/completions",
+        f"http://127.0.0.1:{port}/v1/completions",
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return int(json.loads(answer.read())["usage"]["completion_tokens"])
-
-
-def run(argv: Sequence[str], *, capture: bool = False) -> str:
-    done = subprocess.run(argv, text=True, capture_output=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{shlex.join(argv)[:300]}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    return done.stdout if capture else ""
-
-
-def made(path: Path) -> str:
-    path.mkdir(parents=True, exist_ok=True)
-    return str(path)
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -5,18 +5,17 @@ Real start, sandbox, watchdog and stop; what the rest of the suite does with ``E
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-PROVE = Path(__file__).parents[2] / "compose" / "docker" / "prove.py"
+from compose.docker.roots import Builder, instructions, overlay, stages
+
+DOCKERFILE = Path(__file__).parents[2] / "compose" / "docker" / "Dockerfile"
 WORK = Path("/var/tmp/moemesh-prove")
 HOST = """
 FROM base AS host
@@ -88,16 +87,6 @@ ExecStart=/usr/bin/python3 /driver.py
 """
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("prove", PROVE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["prove"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.soak
 @pytest.mark.skipif(os.getuid() != 0, reason="makes namespaces and mounts: needs root")
 @pytest.mark.skipif(
@@ -105,10 +94,9 @@ def load() -> ModuleType:
     reason="no debootstrap or no systemd-nspawn",
 )
 def test_the_units_start_guard_and_stop_a_mesh_under_systemd(tmp_path: Path) -> None:
-    prove = load()
-    builder = prove.Builder(WORK, [], {})
-    text = (PROVE.parent / "Dockerfile").read_text() + HOST
-    builder.stages = prove.stages(prove.instructions(text), {})
+    builder = Builder(WORK, [], {})
+    text = DOCKERFILE.read_text() + HOST
+    builder.stages = stages(instructions(text), {})
     builder.prepare()
     stage = builder.build("host")
     own = tmp_path / "own"
@@ -124,7 +112,7 @@ def test_the_units_start_guard_and_stop_a_mesh_under_systemd(tmp_path: Path) -> 
         path.mkdir(parents=True)
     layers = [own, *stage.layers, builder.base]
     script = (
-        prove.overlay(layers, str(root), upper=upper, work=str(work))
+        overlay(layers, str(root), upper=upper, work=str(work))
         + f" && cd / && exec systemd-nspawn --register=no --keep-unit --quiet --private-network"
         f" -D {root} -b --console=pipe"
     )

@@ -12,7 +12,7 @@ from tests.support.meshes import Mesh
 from tests.support.releases import Installation
 from tests.support.streams import Clients, Reference, asks
 
-STREAMS = 3
+STREAMS = 2
 PATIENCE_S = 300.0
 
 
@@ -51,7 +51,7 @@ class Upgraded:
 
 def upgraded(model: Path, directory: Path, steps: Sequence[tuple[str, tuple[str, ...]]]) -> list:
     """Takes a mesh through ``steps`` of (release, what is restarted); the protocols after each."""
-    choices = asks(11, STREAMS, prompt_tokens=20, max_tokens=120)
+    choices = asks(11, STREAMS, prompt_tokens=20, max_tokens=60)
     installation = Installation(directory)
     members = ("gateway-0", "router-0", "expert-0", "expert-1")
     seen = []
