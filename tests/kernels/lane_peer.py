@@ -1,7 +1,7 @@
 """One end of lanes as a process of its own, started by the tests with this file's path.
 
 lane_peer.py expert KIND NAME INCARNATION PATH HIDDEN SEED
-    prints its address and answers until stdin closes; PATH is for lanes of KIND shm
+    prints its address and answers until stdin closes; PATH is for lanes of KIND shm or symm
 lane_peer.py router NAME MESSAGES SEED EXACT PEER=ADDRESS...
     checks every answer, prints a JSON object
 
@@ -100,6 +100,10 @@ def new_expert(
     """An expert worker's plane and the address of its lanes."""
     if kind == "shm":
         return ShmExpertPlane(name, incarnation, path, hidden, DIGEST), path
+    if kind == "symm":
+        from ep_kernels.triton.symm import SymmExpertPlane
+
+        return SymmExpertPlane(name, incarnation, path, hidden, DIGEST), path
     tcp = TcpExpertPlane(name, incarnation, "", hidden, DIGEST, host="127.0.0.1", key=KEY)
     return tcp, f"tcp://127.0.0.1:{tcp.port}#{KEY.hex()}"
 

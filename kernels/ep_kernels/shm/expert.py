@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 from ep_kernels.plane import AnswerStatus, Arrival, PlaneError
 from ep_kernels.shm import handshake, memory
 from ep_kernels.shm.doorbell import MAX_SENDERS, SPIN_NS, Bell, Doorbell, Signal, make_fence
 from ep_kernels.shm.handshake import Offer, Reply
 from ep_kernels.shm.lane import CorruptLaneError, LaneMemory, Request, check_request
-from ep_kernels.shm.layout import LaneLayout, lay_out
+from ep_kernels.shm.layout import LaneLayout
 from ep_kernels.shm.watcher import Watcher, is_closed
 
 _log = logging.getLogger(__name__)
@@ -88,6 +89,8 @@ class ShmExpertPlane:
     Raises ``PlaneError`` when it cannot listen at ``path``.
     """
 
+    _memory: ClassVar[type[LaneMemory]] = LaneMemory
+
     def __init__(
         self,
         expert_id: str,
@@ -146,12 +149,8 @@ class ShmExpertPlane:
         if lane.pending.pop(arrival.ring_slot, None) is not arrival:
             raise PlaneError(f"message {arrival.sequence} of {arrival.peer} was answered already")
         slot = lane.memory.slots[arrival.ring_slot]
-        slot.write_answer(arrival.sequence, status, began_ns, compute_ns, arrival.out.shape[0])
-        if self._fence is not None:
-            self._fence()
-        lane.memory.answer_flags[arrival.ring_slot] = arrival.sequence
-        if self._fence is not None:
-            self._fence()
+        times_ns = (began_ns, compute_ns)
+        lane.memory.publish_answer(slot, arrival.sequence, status, times_ns, arrival.out)
         lane.bell.ring()
 
     def wait(self, timeout_s: float) -> None:
@@ -193,7 +192,6 @@ class ShmExpertPlane:
     def _read(self, lane: ExpertLane, flags: list[int], arrived: list[tuple[int, Arrival]]) -> None:
         if self._fence is not None:
             self._fence()
-        layout = lane.memory.layout
         for index, flag in enumerate(flags):
             if flag == lane.seen[index]:
                 continue
@@ -202,7 +200,7 @@ class ShmExpertPlane:
             try:
                 if index in lane.pending:
                     raise CorruptLaneError(f"ring slot {index} was written before it was answered")
-                check_request(request, flag, layout, slot)
+                check_request(request, flag, lane.memory.layout, slot)
             except CorruptLaneError as error:
                 self.corrupt_lanes += 1
                 self._drop(lane, str(error))
@@ -292,7 +290,7 @@ class ShmExpertPlane:
             os.close(bell_fd)
             raise PlaneError(f"the lane's memory: {error}") from error
         bell = Bell(bell_fd, offer.sender)
-        lane_memory = LaneMemory(mapping, layout)
+        lane_memory = self._memory(mapping, layout)
         return ExpertLane(
             next(self._lane_ids), offer, connection, sender, lane_memory, bell, connection.close
         )
@@ -319,7 +317,7 @@ class ShmExpertPlane:
                 f"incarnation {offer.router_incarnation} of router {offer.router} is fenced: "
                 f"{newest} has been seen"
             )
-        return lay_out(offer.shape())
+        return self._memory.lay_out(offer.shape())
 
     def _free_sender(self, offer: Offer) -> int:
         """A sender index that no lane uses but one this offer replaces. Raises ``PlaneError``."""
@@ -382,7 +380,7 @@ def _arrival(lane: ExpertLane, index: int, request: Request) -> Arrival:
         pair_slot=slot.pair_slot[:pairs],
         pair_expert=slot.pair_expert[:pairs],
         pair_weight=slot.pair_weight[:pairs],
-        out=slot.out.first(pairs if exact else request.tokens),
+        out=lane.memory.out(slot, pairs if exact else request.tokens),
     )
 
 

@@ -14,8 +14,16 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from ep_kernels.plane import AnswerStatus, FloatArray, IntArray, PlaneError
-from ep_kernels.shm.layout import LaneLayout
+from ep_kernels.plane import (
+    AnswerStatus,
+    FloatArray,
+    IntArray,
+    LaneShape,
+    Part,
+    PlaneError,
+)
+from ep_kernels.shm.doorbell import make_fence
+from ep_kernels.shm.layout import LaneLayout, Layout, lay_out
 
 _REQUEST: Final = Struct("=7q")
 _ANSWER: Final = Struct("=5q")
@@ -71,37 +79,31 @@ class RingSlot:
         "x",
     )
 
-    def __init__(self, mapping: mmap.mmap, layout: LaneLayout, index: int) -> None:
-        shape = layout.shape
-        base = layout.slots + index * layout.slot_bytes
+    def __init__(self, mapping: mmap.mmap, layout: Layout, index: int) -> None:
+        shape, offsets = layout.shape, layout.slot(index)
         self.index = index
         self._mapping = mapping
-        self._request_at = base
-        self._answer_at = base + layout.answer_header
-        self.pair_token, self.pair_slot, self.pair_expert = (
-            _int_array(
-                mapping, base + layout.pairs + i * layout.pair_array_bytes, shape.capacity_pairs
-            )
-            for i in range(3)
+        self._request_at = offsets.request_header
+        self._answer_at = offsets.answer_header
+        self.pair_token, self.pair_slot, self.pair_expert, weight = (
+            _int_array(mapping, offset, shape.capacity_pairs) for offset in offsets.pairs
         )
-        self.pair_weight: FloatArray = _int_array(
-            mapping, base + layout.pairs + 3 * layout.pair_array_bytes, shape.capacity_pairs
-        ).view(np.float32)
+        self.pair_weight: FloatArray = weight.view(np.float32)
         self.x = _Rows(
             torch.frombuffer(
                 mapping,
                 dtype=shape.wire,
                 count=shape.capacity_tokens * shape.hidden,
-                offset=base + layout.x,
+                offset=offsets.x,
             ).view(shape.capacity_tokens, shape.hidden)
         )
         self.out = _Rows(
             torch.frombuffer(
                 mapping,
                 dtype=torch.float32,
-                count=layout.out_rows * shape.hidden,
-                offset=base + layout.out,
-            ).view(layout.out_rows, shape.hidden)
+                count=offsets.out_rows * shape.hidden,
+                offset=offsets.out,
+            ).view(offsets.out_rows, shape.hidden)
         )
 
     def write_request(self, request: Request) -> None:
@@ -139,9 +141,11 @@ class RingSlot:
 
 
 class LaneMemory:
-    """All of a lane: flags and ring slots over one mapping."""
+    """All of a lane: flags and ring slots over one mapping. Each end writes its own of the two
+    kinds of messages, and publishes it by the flag, which it writes last.
+    """
 
-    __slots__ = ("answer_flags", "layout", "request_flags", "slots")
+    __slots__ = ("_fence", "answer_flags", "layout", "request_flags", "slots")
 
     def __init__(self, mapping: mmap.mmap, layout: LaneLayout) -> None:
         count = layout.shape.ring_slots
@@ -150,9 +154,51 @@ class LaneMemory:
         self.request_flags = view[: 8 * count].cast("q")
         self.answer_flags = view[layout.answer_flags : layout.answer_flags + 8 * count].cast("q")
         self.slots = tuple(RingSlot(mapping, layout, index) for index in range(count))
+        self._fence = make_fence()
+
+    @classmethod
+    def lay_out(cls, shape: LaneShape) -> LaneLayout:
+        """Raises ``PlaneError`` for a lane that cannot be."""
+        return lay_out(shape)
+
+    def write_part(self, slot: RingSlot, part: Part) -> None:
+        """Copy a part, which fits, into its slot."""
+        tokens, pairs = part.rows.shape[0], part.pair_token.shape[0]
+        into = slot.x.first(tokens)
+        if part.x.dtype is self.layout.shape.wire:
+            torch.index_select(part.x, 0, part.rows, out=into)
+        else:
+            into.copy_(torch.index_select(part.x, 0, part.rows))
+        slot.pair_token[:pairs] = part.pair_token
+        slot.pair_slot[:pairs] = part.pair_slot
+        slot.pair_expert[:pairs] = part.pair_expert
+        slot.pair_weight[:pairs] = part.pair_weight
+
+    def publish_part(self, slot: RingSlot, request: Request) -> None:
+        slot.write_request(request)
+        self._publish(self.request_flags, slot.index, request.sequence)
+
+    def out(self, slot: RingSlot, rows: int) -> torch.Tensor:
+        """Where an expert worker writes an answer of this many rows."""
+        return slot.out.first(rows)
+
+    def publish_answer(
+        self, slot: RingSlot, sequence: int, status: AnswerStatus, times_ns: tuple[int, int],
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """``times_ns``: begin and duration of computing ``out``, which ``out()`` returned."""
+        slot.write_answer(sequence, status, *times_ns, out.shape[0])
+        self._publish(self.answer_flags, slot.index, sequence)
+
+    def _publish(self, flags: memoryview[int], index: int, sequence: int) -> None:
+        if self._fence is not None:
+            self._fence()
+        flags[index] = sequence
+        if self._fence is not None:
+            self._fence()
 
 
-def check_request(request: Request, flag: int, layout: LaneLayout, slot: RingSlot) -> None:
+def check_request(request: Request, flag: int, layout: Layout, slot: RingSlot) -> None:
     """Raise ``CorruptLaneError`` unless the request fits its lane and its own numbers."""
     shape = layout.shape
     if request.sequence != flag:

@@ -13,7 +13,7 @@ Every region starts on a cache line of its own, so that no two writers share a l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -25,6 +25,27 @@ MAX_RING_SLOTS: Final = 64
 
 _HEADER_BYTES: Final = LINE_BYTES
 _WIRES: Final = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotOffsets:
+    """Where a ring slot's regions begin in its lane; ``out`` has room for ``out_rows``."""
+
+    request_header: int
+    answer_header: int
+    pairs: tuple[int, int, int, int]
+    x: int
+    out: int
+    out_rows: int
+
+
+class Layout(Protocol):
+    """What a ring slot needs of a lane's layout."""
+
+    @property
+    def shape(self) -> LaneShape: ...
+
+    def slot(self, index: int) -> SlotOffsets: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +63,18 @@ class LaneLayout:
     out: int
     out_rows: int
     total_bytes: int
+
+    def slot(self, index: int) -> SlotOffsets:
+        base = self.slots + index * self.slot_bytes
+        first, step = base + self.pairs, self.pair_array_bytes
+        return SlotOffsets(
+            request_header=base,
+            answer_header=base + self.answer_header,
+            pairs=(first, first + step, first + 2 * step, first + 3 * step),
+            x=base + self.x,
+            out=base + self.out,
+            out_rows=self.out_rows,
+        )
 
 
 def _lines(size_bytes: int) -> int:

@@ -10,8 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from time import perf_counter_ns
-
-import torch
+from typing import ClassVar
 
 from ep_kernels.plane import (
     Answer,
@@ -25,7 +24,6 @@ from ep_kernels.shm import handshake, memory
 from ep_kernels.shm.doorbell import MAX_SENDERS, SPIN_NS, Bell, Doorbell, Signal, make_fence
 from ep_kernels.shm.handshake import Offer, Reply
 from ep_kernels.shm.lane import CorruptLaneError, LaneMemory, Request, RingSlot
-from ep_kernels.shm.layout import lay_out
 from ep_kernels.shm.watcher import Watcher, is_closed
 
 _log = logging.getLogger(__name__)
@@ -95,6 +93,8 @@ class ShmRouterPlane:
     ``corrupt_lanes`` counts lanes dropped because the peer wrote nonsense.
     """
 
+    _memory: ClassVar[type[LaneMemory]] = LaneMemory
+
     def __init__(
         self,
         router_id: str,
@@ -108,7 +108,7 @@ class ShmRouterPlane:
         self._incarnation = incarnation
         self._shape = shape
         self._digest = digest
-        self._layout = lay_out(shape)
+        self._layout = self._memory.lay_out(shape)
         self._fence = make_fence()
         self._doorbell = Doorbell("moemesh-router-bell", spin_ns=spin_ns)
         self._seen = self._doorbell.value()
@@ -200,28 +200,16 @@ class ShmRouterPlane:
             return None
         began = perf_counter_ns()
         slot = lane.free.pop()
-        into = slot.x.first(tokens)
-        if part.x.dtype is shape.wire:
-            torch.index_select(part.x, 0, part.rows, out=into)
-        else:
-            into.copy_(torch.index_select(part.x, 0, part.rows))
-        slot.pair_token[:pairs] = part.pair_token
-        slot.pair_slot[:pairs] = part.pair_slot
-        slot.pair_expert[:pairs] = part.pair_expert
-        slot.pair_weight[:pairs] = part.pair_weight
+        lane.memory.write_part(slot, part)
         copied = perf_counter_ns()
         sequence = lane.next_sequence
         lane.next_sequence = sequence + 1
-        slot.write_request(
-            Request(sequence, part.step, part.layer, part.epoch, tokens, pairs, time.monotonic_ns())
+        request = Request(
+            sequence, part.step, part.layer, part.epoch, tokens, pairs, time.monotonic_ns()
         )
         ticket = next(self._tickets)
         lane.in_flight.append(_InFlight(slot, sequence, pairs if shape.exact else tokens, ticket))
-        if self._fence is not None:
-            self._fence()
-        lane.memory.request_flags[slot.index] = sequence
-        if self._fence is not None:
-            self._fence()
+        lane.memory.publish_part(slot, request)
         lane.bell.ring()
         self.copy_ns += copied - began
         self.signal_ns += perf_counter_ns() - copied
@@ -290,7 +278,7 @@ class ShmRouterPlane:
         if reply.refusal:
             raise LaneRefused(peer, reply.refusal)
         bell = Bell(fds[0], reply.sender)
-        lane_memory = LaneMemory(mapping, self._layout)
+        lane_memory = self._memory(mapping, self._layout)
         return RouterLane(
             peer, incarnation, connection, sender, lane_memory, bell, connection.close
         )

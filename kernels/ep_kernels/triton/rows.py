@@ -147,7 +147,7 @@ def rms_norm(
     check_tensor("weight", weight, (width,), torch.float32, like=x)
     if residual is not None:
         check_tensor("residual", residual, (rows, width), *_DTYPES, like=x)
-    out = torch.empty_like(x)
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
         shape = tile("rms_norm", architecture_of(x.device))
         _rms_norm[(rows,)](

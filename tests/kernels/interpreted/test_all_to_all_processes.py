@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -63,8 +64,9 @@ def setup_of(phase: Any, held: contextlib.ExitStack) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def results() -> dict[str, dict[str, Any]]:
+    """Of one run for all tests. No fixture: those are set up outside the interpreter as well."""
     return run_ranks(PHASES)
 
 
@@ -100,10 +102,8 @@ def run_ranks(of: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("phase", ["exact", "fp8"])
-def test_two_routers_and_three_experts_exchange_a_thousand_messages(
-    results: dict[str, dict[str, Any]], phase: str
-) -> None:
-    assert_complete(results[phase], RING_SLOTS * PHASES[phase][3])
+def test_two_routers_and_three_experts_exchange_a_thousand_messages(phase: str) -> None:
+    assert_complete(results()[phase], RING_SLOTS * PHASES[phase][3])
 
 
 @pytest.mark.soak
@@ -113,27 +113,23 @@ def test_two_routers_and_three_experts_exchange_thousands_of_messages() -> None:
         assert_complete(result, RING_SLOTS * 40)
 
 
-def assert_complete(results: dict[str, Any], batches: int) -> None:
-    for rank, result in results.items():
+def assert_complete(of: dict[str, Any], batches: int) -> None:
+    for rank, result in of.items():
         lanes = EXPERTS if rank.startswith("router") else ROUTERS
         assert result["lost"] == []
         assert result["messages"] == batches * lanes
 
 
-def test_a_killed_expert_rank_is_lost_to_every_router_and_costs_its_lanes_only(
-    results: dict[str, dict[str, Any]],
-) -> None:
+def test_a_killed_expert_rank_is_lost_to_every_router_and_costs_its_lanes_only() -> None:
     """Every batch was compared, so what the other lanes brought was right all along."""
-    assert "expert1" not in results["killed"]
-    survivor = results["killed"]["router1"]
+    assert "expert1" not in results()["killed"]
+    survivor = results()["killed"]["router1"]
     rounds, dies = PHASES["killed"][3:]
     assert survivor["lost"] == ["expert1"]
     assert survivor["messages"] == RING_SLOTS * (EXPERTS * rounds - (rounds - dies["expert1"]))
 
 
-def test_a_killed_router_is_lost_to_every_expert_rank_and_the_other_one_goes_on(
-    results: dict[str, dict[str, Any]],
-) -> None:
-    assert "router0" not in results["killed"]
+def test_a_killed_router_is_lost_to_every_expert_rank_and_the_other_one_goes_on() -> None:
+    assert "router0" not in results()["killed"]
     for rank in ("expert0", "expert2"):
-        assert "router0" in results["killed"][rank]["lost"]
+        assert "router0" in results()["killed"][rank]["lost"]

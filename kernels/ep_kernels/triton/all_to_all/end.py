@@ -91,7 +91,7 @@ class ExchangeShape:
 class End:
     """What both ends have: their inbox, their lanes and what their kernels say of these.
 
-    ``stamp`` ``[2]`` int64 on the device: step and epoch of the next messages.
+    ``stamp`` ``[3]`` int64 on the device: step and epoch of the next messages, and a spare.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class End:
         count, slots = len(peers), layout.shape.ring_slots
         self.addresses = torch.tensor([p.inbox.address for p in peers], device=device)
         self.me = torch.tensor([p.me for p in peers], dtype=torch.int32, device=device)
-        self.stamp = torch.zeros(2, dtype=torch.int64, device=device)
+        self.stamp = torch.zeros(3, dtype=torch.int64, device=device)
         self.sent = torch.zeros((count, slots), dtype=torch.int64, device=device)
         self.seen = torch.zeros((count, slots), dtype=torch.int64, device=device)
         self.counter = torch.zeros(count, dtype=torch.int32, device=device)
@@ -136,7 +136,7 @@ class End:
 
     def set_stamp(self, step: int, epoch: int) -> None:
         """For the next messages: written in stream order, before a captured graph is replayed."""
-        self.stamp.copy_(torch.tensor([step, epoch]))
+        self.stamp.copy_(torch.tensor([step, epoch, 0]))
 
     def give_up(self, lane: int) -> None:
         """Make kernels that wait for this lane, now or later, go on without it. Any thread."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import triton
 import triton.language as tl
 
 from ep_kernels.triton import quantise
-from ep_kernels.triton.all_to_all.end import End, columns_of
+from ep_kernels.triton.all_to_all.end import columns_of
 from ep_kernels.triton.all_to_all.inbox import HEADER_WORDS as HEADER_SIZE
 from ep_kernels.triton.all_to_all.inbox import InboxLayout, Wire
 from ep_kernels.triton.all_to_all.plan import Lists
@@ -21,6 +23,20 @@ FP32 = tl.constexpr(int(Wire.FP32))
 BF16 = tl.constexpr(int(Wire.BF16))
 LARGEST = tl.constexpr(quantise.LARGEST)
 FLOOR = tl.constexpr(quantise.SMALLEST)
+
+
+class Sender(Protocol):
+    """What a launch needs to know of who sends: an ``End``, or one lane's."""
+
+    peer_layout: InboxLayout
+    architecture: int
+    addresses: torch.Tensor
+    """Of the peers' inboxes."""
+    me: torch.Tensor
+    """Our number among each peer's peers."""
+    stamp: torch.Tensor
+    """``[3]`` int64: step, epoch, and when the message was sent (or began, of an answer)."""
+    counter: torch.Tensor
 
 
 @part_of_kernel
@@ -126,7 +142,7 @@ def put_kernel(
             tl.store(header, flag)
             tl.store(header + 1, tl.load(stamp_ptr))
             tl.store(header + 2, layer.to(tl.int64))
-            tl.store(header + 3, flag >> 32)
+            tl.store(header + 3, tl.load(stamp_ptr + 1))
             tl.store(header + 4, rows.to(tl.int64))
             tl.store(header + 7, first.to(tl.int64))
             tl.store(header + 8, total.to(tl.int64))
@@ -136,6 +152,7 @@ def put_kernel(
                 tl.store(header + 9, tl.full((), 0, tl.int64))
                 tl.store(header + 10, tl.full((), 0, tl.int64))
             if PAIRS:
+                tl.store(header + 6, tl.load(stamp_ptr + 2))
                 pair = tl.load(begin_ptr + lane * (LIST + 1) + first)
                 pairs = tl.load(begin_ptr + lane * (LIST + 1) + first + rows) - pair
                 tl.store(header + 5, pairs.to(tl.int64))
@@ -155,7 +172,7 @@ def put_kernel(
 
 
 def put(
-    end: End,
+    end: Sender,
     x: torch.Tensor,
     counts: torch.Tensor,
     slot: int,
@@ -175,7 +192,7 @@ def put(
     layout = end.peer_layout
     shape = tile("put", end.architecture)
     message = layout.shape
-    put_kernel[(len(end.peers), triton.cdiv(message.capacity_rows, shape["ROWS"]))](
+    put_kernel[(counts.shape[0], triton.cdiv(message.capacity_rows, shape["ROWS"]))](
         x,
         x.stride(0),
         counts if lists is None else lists.row_token,

@@ -20,7 +20,7 @@ EXPERT_LAUNCHES: Final = 2
 """Of what is served together, whatever the number of routers: arrive, answer."""
 
 _WORD_BYTES: Final = 8
-_REQUEST_WORDS: Final = 10 + 1
+_REQUEST_WORDS: Final = 11 + 1
 """Of the header, and the flag."""
 _ANSWER_WORDS: Final = 3 + 2
 """Of the header, the flag, and the one that gives the request's ring slot back."""
