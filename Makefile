@@ -9,8 +9,9 @@ NATIVE := build_native.py $(wildcard planner_svc/native/*.[ch] kernels/ep_kernel
 serve: $(VENV)/.serve
 	@exec $(BIN)/moemesh up --port $(PORT) $(if $(NAME),--set mesh.name=$(NAME))
 
+# Two at a time: half of the tests wait for processes most of the time.
 test: install lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # What takes too long for every day: hundreds of moves, the whole matrix of faults.
 soak: install
