@@ -254,6 +254,7 @@ def prove(builder: Builder) -> dict[str, Any]:
         opened = [json.loads(line) for line in lines if '"lane.opened"' in line]
         figures["lanes_of_two_hosts"] = sorted(line["peer"] for line in opened)
         stop(containers)
+    builder.prune()
     return figures
 
 

@@ -106,6 +106,7 @@ class Builder:
         self.given = given
         self.base = work / "base"
         self.context = work / "context"
+        self._used: set[Path] = set()
         self.stages = stages(instructions((HERE / "Dockerfile").read_text()), given)
 
     def prepare(self) -> None:
@@ -184,6 +185,12 @@ class Builder:
             yield new
             new.rename(layer)
         stage.layers.insert(0, layer)
+        self._used.add(layer)
+
+    def prune(self) -> None:
+        """Remove the layers that this run had no use for."""
+        for layer in set((self.work / "layers").iterdir()) - self._used:
+            shutil.rmtree(layer)
 
     def _copy(self, stage: Stage, rest: str) -> None:
         words = rest.split()
