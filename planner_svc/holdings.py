@@ -53,16 +53,15 @@ class Holdings:
         self._kept = None
         return True
 
-    def heard(self, rank: str) -> None:
-        """A silent rank speaks again: what was doubted, and not replaced yet, is there."""
-        state = self.ranks.get(rank)
-        if state is None or not state.silent:
-            return
-        state.silent = False
-        if rank in self.doubted:
-            self.doubted.discard(rank)
-            self.lost.discard(rank)
-            self._kept = None
+    def heard(self, rank: str) -> bool:
+        """A silent rank speaks again. Whether it was doubted: what it holds is there after all."""
+        self.ranks[rank].silent = False
+        if rank not in self.doubted:
+            return False
+        self.doubted.discard(rank)
+        self.lost.discard(rank)
+        self._kept = None
+        return True
 
     def give_up(self, ranks: Collection[str]) -> None:
         """Silent ``ranks`` count as dead until they are heard: others are to hold what they do."""

@@ -59,8 +59,8 @@ from planner_svc.waves import (
 )
 
 SETTLE_S = 2.0
-"""How long a planner that finds a placement in force listens before it sends commands by it:
-another member may know a newer one."""
+"""How long a planner that is started again, or finds a placement in force, listens before it sends
+commands: another member may know a newer one."""
 ABSENT_S = 5.0
 """After how long a rank of that placement that has not said ``Hello`` counts as dead."""
 RETRY_S = 5.0
@@ -92,7 +92,8 @@ class Rollout:
 
     ``stored`` is the plan of an earlier run: its epoch is never undercut, and it is used again
     when exactly its ranks and number of slots come back. ``first_command`` must grow from one start
-    of the planner to the next, so that an old acknowledgement matches no new command.
+    of the planner to the next, so that an old acknowledgement matches no new command. ``again``: an
+    earlier start served this mesh, so that a member may know a placement that is in force.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Rollout:
         *,
         stored: Placement | None,
         first_command: int,
+        again: bool = False,
     ) -> None:
         self.shape = shape
         self.faults: deque[str] = deque(maxlen=MAX_FAULTS)
@@ -118,6 +120,7 @@ class Rollout:
         self._unfinished = False
         """Shares were made, but maybe not carried out to the end."""
         self._adopted = False
+        self._again = again
         self._settles_at = self._absent_at = 0.0
         self._found_epoch = 0
         """Of the placement found in force, until all routers use it."""
@@ -152,8 +155,14 @@ class Rollout:
             state.silent = True
 
     def heard(self, rank: str) -> None:
-        """A silent worker speaks again."""
-        self._held.heard(rank)
+        """A silent worker speaks again. If others load what it holds, they need not."""
+        state = self._held.ranks.get(rank)
+        if state is None or not state.silent:
+            return
+        self._shared_among = None
+        wave = self._runner.wave
+        if self._held.heard(rank) and wave is not None and wave.loading_urgently:
+            self._runner.end()
 
     def gone(self, rank: str, now: float) -> None:
         """An expert worker died or left."""
@@ -248,6 +257,9 @@ class Rollout:
 
     def due(self, now: float) -> list[RolloutEffect]:
         """Everything that must be done now; call it after each event and each tick."""
+        if self._again:
+            self._again = False
+            self._settles_at = now + SETTLE_S
         if self._adopted and self.committed is not None:
             self._adopted, self._unfinished = False, _is_ragged(self._held)
             self._settles_at, self._absent_at = now + SETTLE_S, now + ABSENT_S

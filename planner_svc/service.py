@@ -187,7 +187,13 @@ async def main(ctx: Context) -> None:
     coordinator = Coordinator(
         identity,
         Rules.of(settings.planner, digest),
-        Rollout(shape, RolloutRules.of(settings), stored=stored, first_command=first_number),
+        Rollout(
+            shape,
+            RolloutRules.of(settings),
+            stored=stored,
+            first_command=first_number,
+            again=orders is not None,
+        ),
         LoadWindow(
             len(spec.moe_layers),
             spec.num_experts,

@@ -177,7 +177,9 @@ class WaveRunner:
         if wave is not None and not wave.urgent and loading and self._rules.move_bytes_per_s:
             bytes_per_s = max(1, self._rules.move_bytes_per_s // len(loading))
         epoch = wave.epoch if wave is not None else 0
-        for rank in self._held.ranks.keys() - self._held.silent():
+        for rank, state in self._held.ranks.items():
+            if state.silent:
+                continue
             told = self._held.tell(
                 rank,
                 self.aim(rank),
@@ -270,9 +272,10 @@ class WaveRunner:
         taken = {(load.layer, load.rank, load.slot) for load in wave.loads}
         assert len(taken) == len(wave.loads), "one expert a slot"
         if wave.phase == "loading":
-            for layer, rank, slot in taken:
-                row = self._kept_by(rank)[layer]
-                assert row[slot : slot + 1] in ((), (EMPTY,)), "a load needs an empty slot"
+            for load in wave.loads:
+                found = self._kept_by(load.rank)[load.layer][load.slot : load.slot + 1]
+                # Once loaded, an expert that was promised just there is what stands of that.
+                assert found in ((), (EMPTY,), (load.expert,)), "a load needs an empty slot"
             assert wave.urgent or len(wave.loads) <= self._rules.move_slots
         else:
             assert self._held.committed is not None

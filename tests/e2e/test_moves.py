@@ -213,6 +213,9 @@ def mesh() -> Iterator[Mesh]:
         planner__redundant_slots=REDUNDANT,
         planner__spare_slots=4,
         planner__heartbeat_ms=100,
+        # Nothing dies here, and on a busy machine nobody is to be taken for dead.
+        planner__suspect_after_ms=30_000,
+        planner__dead_after_ms=60_000,
     ) as mesh:
         yield mesh
 

@@ -275,10 +275,10 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if back:
             self.send(process, process.hello(), late=False)
 
-    @rule(ticks=st.integers(1, 12))
+    @rule(ticks=st.integers(1, 30))
     def time_passes(self, ticks: int) -> None:
         for _ in range(ticks):
-            self.now += 0.5
+            self.now += self.planner.tick_s
             self.carry_out(self.planner.tick(self.now))
 
     @rule(file_lost=st.booleans())

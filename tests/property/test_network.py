@@ -40,6 +40,7 @@ from tests.support.workers import EXPERTS, LAYERS, Worker
 WORKERS = ("expert-0", "expert-1", "expert-2")
 ROUTERS = ("router-0", "router-1")
 BEAT_S = 0.5
+TICK_S = 0.2
 TROUBLE_S = 25.0
 CALM_S = 120.0
 """How long everything may take to be well again once nothing fails any more."""
@@ -148,7 +149,7 @@ class World:
     def tick(self) -> None:
         if self.planner is not None:
             self.carry_out(self.planner.tick(self.net.now))
-        self.net.at(self.net.now + BEAT_S, self.tick)
+        self.net.at(self.net.now + TICK_S, self.tick)
 
     def hear(self, peer: bytes, message: ToPlanner, start: int) -> None:
         if self.planner is not None and start == self.starts:

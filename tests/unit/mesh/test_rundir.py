@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -55,11 +56,12 @@ def test_a_path_too_long_for_sockets_is_refused_at_once(tmp_path: Path) -> None:
         rundir.create_run_dir(_settings(tmp_path / ("d" * 100)))
 
 
-def test_the_default_lies_in_the_users_runtime_directory(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert rundir.run_dir(Settings()) == tmp_path / "moemesh" / "default"
-    made = rundir.create_run_dir(Settings())
-    assert stat.S_IMODE(made.parent.stat().st_mode) == 0o700
+def test_the_default_lies_in_the_users_runtime_directory(monkeypatch) -> None:
+    with tempfile.TemporaryDirectory() as runtime:  # the path of a test's own is too long
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        assert rundir.run_dir(Settings()) == Path(runtime, "moemesh", "default")
+        made = rundir.create_run_dir(Settings())
+        assert stat.S_IMODE(made.parent.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("value", ["", "relative", "/nonexistent/dir"])
