@@ -11,6 +11,7 @@ from rich.text import Text
 
 from compose.options import UsageError
 from mesh.config import close_name
+from mesh.rundir import RunDirError
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -54,6 +55,9 @@ def run(arguments: Sequence[str]) -> int:
     except UsageError as error:
         print(f"moemesh: {error}", file=sys.stderr)
         return error.exit_code
+    except RunDirError as error:
+        print(f"moemesh: {error}", file=sys.stderr)
+        return 1
 
 
 def _error_text(error: cyclopts.CycloptsError) -> Text:

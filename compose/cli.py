@@ -4,6 +4,7 @@ decides what a signal does.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -18,6 +19,12 @@ def main() -> None:
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        sys.exit(run(sys.argv[1:]))
+        code = run(sys.argv[1:])
+        sys.stdout.flush()
+        sys.exit(code)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:
+        # Whoever read the output has seen enough. What is left to flush goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
@@ -21,6 +24,16 @@ STYLES = {
     "dead": "red",
     "left": "dim",
 }
+
+
+class LastingConsole(Console):
+    """One that says no more once nobody reads it, rather than end the process: a mesh outlives the
+    terminal or the pipe that showed its start.
+    """
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class LauncherConsole:
@@ -96,6 +109,13 @@ class LauncherConsole:
     def stopping(self) -> None:
         self._close_bars()
         self._say("stopping (Ctrl-C again: at once)")
+
+    def log_changed(self, path: Path, fault: str) -> None:
+        """A child's log begins to lose lines, or (no ``fault``) takes them again."""
+        if fault:
+            self._say(f"[red]{escape(str(path))} loses lines:[/] {escape(fault)}")
+        else:
+            self._say(f"{escape(str(path))} takes lines again")
 
     def killed(self, spec: ProcessSpec, grace_s: float) -> None:
         self._say(f"[red]{spec.id}[/] did not stop within {grace_s:g} s and was killed")

@@ -41,6 +41,8 @@ class _Place:
     def __init__(self, spec: ProcessSpec, log: LogFile, policy: RestartPolicy) -> None:
         self.spec = spec
         self.log = log
+        self.log_lacks = False
+        """Its log loses lines, which was said."""
         self.budget = RestartBudget(policy)
         self.child: Child | None = None
         self.leaving = False
@@ -255,6 +257,9 @@ class Launcher:
         def on_line(line: bytes) -> None:
             if (text := error_text(line)) is not None:
                 self._console.child_error(spec, text)
+            if bool(place.log.fault) is not place.log_lacks:
+                place.log_lacks = not place.log_lacks
+                self._console.log_changed(place.log.path, place.log.fault)
 
         async with self._starts:
             if self._stopping.is_set() or place.leaving:

@@ -19,26 +19,33 @@ _CONSOLE_ERROR = re.compile(r"\[\s*(?:\x1b\[[0-9;]*m)*(?:error|critical)\b")
 class LogFile:
     """Appends lines to ``path``; at ``max_bytes`` the file becomes ``path.1`` and starts anew,
     so that a child uses at most twice that.
+
+    A disk that is full costs lines, never the mesh: ``fault`` says what the system said last, and
+    is empty once a line could be written again.
     """
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         self.path = path
+        self.fault = ""
         self._max_bytes = max_bytes
-        self._file = path.open("ab")
+        # No buffer: what could not be written must not be in the way when the file is closed.
+        self._file = path.open("ab", buffering=0)
         self._size = path.stat().st_size
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def write(self, line: bytes) -> None:
-        """Appends one line, its newline included."""
-        if self._size + len(line) > self._max_bytes and self._size:
-            self._file.close()
-            self.path.replace(self.path.with_name(self.path.name + ".1"))
-            self._file = self.path.open("wb")
-            self._size = 0
-        self._file.write(line)
-        self._file.flush()
-        self._size += len(line)
+        """Appends one line, its newline included, if the disk takes it."""
         self._tail.append(line.decode(errors="replace").rstrip())
+        try:
+            if self._size + len(line) > self._max_bytes and self._size:
+                self.path.replace(self.path.with_name(self.path.name + ".1"))
+                self._file.close()
+                self._file = self.path.open("wb", buffering=0)
+                self._size = 0
+            self._size += self._file.write(line)
+            self.fault = ""
+        except OSError as error:
+            self.fault = error.strerror or str(error)
 
     def start_tail(self) -> None:
         """Forgets the lines so far: another process writes from here on."""

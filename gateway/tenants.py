@@ -39,17 +39,22 @@ class _Bucket:
         self._balance = float(per_minute)
         self._since: float | None = None
 
-    def wait_s(self, now: float) -> float:
-        """Seconds until something may be taken; 0: now."""
+    def wait_s(self, now: float, least: float = 0.0) -> float:
+        """Seconds until something may be taken; 0: now. More than ``least`` must be there."""
         if self._since is not None:
             earned = (now - self._since) * self._per_minute / 60
             self._balance = min(self._balance + earned, self._per_minute)
         self._since = now
+        if self._balance > least:
+            return 0.0
         # Less than one unit of debt must not round to "now".
-        return 0.0 if self._balance > 0 else (1 - self._balance) * 60 / self._per_minute
+        return (1 - self._balance) * 60 / self._per_minute or _SOON_S
 
     def take(self, amount: int) -> None:
         self._balance -= amount
+
+
+_SOON_S = 1e-3
 
 
 class Tenant:
@@ -79,11 +84,13 @@ class Tenant:
                 f"This API key may have {most} sequences at once and has {self.in_flight}.",
                 retry_after_s=1.0,
             )
-        for bucket, limit, what in (
-            (self._requests, self.limits.requests_per_minute, "requests"),
-            (self._tokens, self.limits.tokens_per_minute, "tokens"),
+        # What a request costs in tokens is known only as it runs; in requests it is one, to within
+        # what rounding loses.
+        for bucket, limit, what, least in (
+            (self._requests, self.limits.requests_per_minute, "requests", 1 - 1e-6),
+            (self._tokens, self.limits.tokens_per_minute, "tokens", 0.0),
         ):
-            if bucket is not None and (wait_s := bucket.wait_s(now)):
+            if bucket is not None and (wait_s := bucket.wait_s(now, least)):
                 raise RateLimited(
                     f"This API key has used its {limit} {what} a minute.", retry_after_s=wait_s
                 )

@@ -211,17 +211,17 @@ class Desk:
             self._drains.lift(member.id)
             self._rollout.stay(member.id)
             return [Note("drain.undone", {"member": member.id}), self._keep_orders()]
-        if member.role == "router":
+        if member.role in {"router", "gateway"}:
             others = [
                 other.id
                 for other in members.values()
-                if other.role == "router"
+                if other.role == member.role
                 and other.state == "ready"
                 and other.id != member.id
                 and not self._drains.means(other.id, other.incarnation)
             ]
             if not others:
-                raise Refusal(f"{member.id} is the only router that takes requests")
+                raise Refusal(f"{member.id} is the only {member.role} that takes requests")
         elif member.role == "expert":
             try:
                 self._rollout.drain(member.id, only_if_possible=True)

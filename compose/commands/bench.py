@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import cyclopts
 import msgspec
@@ -15,6 +16,7 @@ from compose.load import Level, LoadError, run_level
 from compose.model import served_model
 from compose.options import Source, UsageError
 from compose.probes import PlannerProbe, fetch_metrics
+from compose.processes import WILDCARD_HOSTS
 from compose.step_profile import (
     KINDS,
     Profile,
@@ -70,8 +72,18 @@ async def running_mesh(settings: Settings) -> RunningMesh:
     gateways = [m for m in members if m.role == "gateway" and m.state == "ready" and m.control]
     if not gateways:
         raise UsageError("the mesh has no ready gateway", exit_code=1)
-    urls = tuple(member.control for member in gateways)
+    urls = tuple(map(_from_here, (member.control for member in gateways)))
     return RunningMesh(urls=urls, model=status.model, vocab=vocab, members=members)
+
+
+def _from_here(url: str) -> str:
+    """The address of a gateway of this host that listens everywhere."""
+    parts = urlsplit(url)
+    host = WILDCARD_HOSTS.get(parts.hostname or "")
+    if host is None:
+        return url
+    shown = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{shown}:{parts.port}"
 
 
 @app.command

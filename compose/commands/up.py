@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
 
-from compose.console import LauncherConsole
+from compose.console import LastingConsole, LauncherConsole
 from compose.fleet import Fleet, Most
 from compose.holder import claim_mesh, release_mesh
 from compose.keys import check_keys
@@ -22,7 +21,7 @@ from compose.options import Source, UsageError
 from compose.processes import Recipe, ServiceRole
 from mesh.config import MAX_GATEWAYS
 from mesh.exposure import exposure_fault
-from mesh.rundir import RunDirError
+from mesh.rundir import AlreadyRunning
 from mesh.service import KILL_GRACE_S, STOP_GRACE_S
 from mesh.settings import Settings
 from moe_model.architecture import ModelSpec
@@ -71,6 +70,9 @@ def up(
         "router.tp": tp,
         "gateway.port": port,
     }
+    for flag, seconds in (("--start-timeout", start_timeout), ("--grace", grace)):
+        if not seconds > 0:
+            raise UsageError(f"{flag} {seconds:g}: expected more than 0 seconds")
     effective = source.effective(flags, _FLAGS)
     if fault := exposure_fault(effective.settings.gateway, os.environ):
         raise UsageError(fault)
@@ -93,11 +95,15 @@ def up(
         check_keys(settings, specs)
         try:
             run_dir, held = claim_mesh(settings)
-        except RunDirError as error:
-            raise UsageError(str(error), exit_code=1) from None
+        except AlreadyRunning as error:
+            raise UsageError(
+                f"{error}: stop it with `moemesh down`, or start this one beside it with "
+                "`--set mesh.name=OTHER` and another port",
+                exit_code=1,
+            ) from None
         exit_code = 1
         try:
-            with LauncherConsole(Console()) as console:
+            with LauncherConsole(LastingConsole()) as console:
                 launcher = Launcher(
                     settings,
                     specs,

@@ -106,3 +106,11 @@ def test_lines_of_the_console_form_have_a_time_and_a_level() -> None:
 @pytest.mark.parametrize("raw", [b"", b"{", b"{}", b"[1]", b"\xff\xfe", b'{"timestamp": 3}'])
 def test_any_bytes_are_a_line(raw: bytes) -> None:
     assert parse("a", raw, 7.0).at == 7.0
+
+
+def test_a_full_disk_costs_lines_and_nothing_else() -> None:
+    log = LogFile(Path("/dev/full"))
+    log.write(b"lost\n")
+    assert log.fault == "No space left on device"
+    assert log.tail() == ("lost",)
+    log.close()
