@@ -11,7 +11,8 @@ serve: $(VENV)/.serve
 
 # Two at a time: half of the tests wait for processes most of the time.
 test: install lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not soak and not alone'
+	$(BIN)/python -m pytest -m 'alone and not soak'
 
 # What takes too long for every day: hundreds of moves, the whole matrix of faults.
 soak: install

@@ -40,6 +40,7 @@ def wanted(tiny_deepseek: Path) -> list[Any]:
     return [answer["choices"][0] for _, answer in answers]
 
 
+@pytest.mark.alone
 def test_hosts_that_share_nothing_but_a_network_serve_the_right_tokens(
     hosts: Hosts, tmp_path: Path, tiny_deepseek: Path, wanted: list[Any]
 ) -> None:

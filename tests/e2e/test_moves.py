@@ -301,7 +301,9 @@ def check_nothing_is_left(mesh: Mesh, layers: int) -> None:
 
     mesh.wait_for(idle, "every KV block, lane slot and request to be free")
     serving = layers * (EXPERTS + REDUNDANT)
-    mesh.wait_for(lambda: gauge(mesh, "slots_filled") == serving, f"{serving} filled slots")
+    mesh.wait_for(
+        lambda: gauge(mesh, 'slots{state="filled"}') == serving, f"{serving} filled slots"
+    )
     status = mesh.status()
     assert status["alarms"] == []
     assert status["phase"] == ""

@@ -101,6 +101,7 @@ def run_ranks(of: dict[str, Any]) -> dict[str, dict[str, Any]]:
         return {phase: {name: told[phase] for name, told in found.items()} for phase in of}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("phase", ["exact", "fp8"])
 def test_two_routers_and_three_experts_exchange_hundreds_of_messages(phase: str) -> None:
     assert_complete(results()[phase], RING_SLOTS * PHASES[phase][3])
@@ -120,6 +121,7 @@ def assert_complete(of: dict[str, Any], batches: int) -> None:
         assert result["messages"] == batches * lanes
 
 
+@pytest.mark.alone
 def test_a_killed_expert_rank_is_lost_to_every_router_and_costs_its_lanes_only() -> None:
     """Every batch was compared, so what the other lanes brought was right all along."""
     assert "expert1" not in results()["killed"]
@@ -131,6 +133,7 @@ def test_a_killed_expert_rank_is_lost_to_every_router_and_costs_its_lanes_only()
     assert others <= survivor["messages"] <= others + RING_SLOTS * (dies["expert1"] + 1)
 
 
+@pytest.mark.alone
 def test_a_killed_router_is_lost_to_every_expert_rank_and_the_other_one_goes_on() -> None:
     assert "router0" not in results()["killed"]
     for rank in ("expert0", "expert2"):
