@@ -73,8 +73,7 @@ class Worker:
                 if len(arrivals) == 1 and not waiting:
                     self._serve_alone(arrivals[0])
                 elif arrivals or waiting:
-                    for arrival in arrivals:
-                        waiting.setdefault((arrival.layer, arrival.exact), []).append(arrival)
+                    self._line_up(arrivals)
                     self._serve_together(self._next_group())
                 else:
                     slept = perf_counter_ns()
@@ -145,6 +144,12 @@ class Worker:
         bank = self._table.banks.get(part.layer)
         fits = bank is not None and bank.matches(part.pair_slot, part.pair_expert)
         return bank if fits else None
+
+    def _line_up(self, arrivals: list[Arrival]) -> None:
+        # Apart from ``run``, whose frame would hold the last one, and with it the memory of its
+        # lane, long after the router has gone.
+        for arrival in arrivals:
+            self._waiting.setdefault((arrival.layer, arrival.exact), []).append(arrival)
 
     def _next_group(self) -> list[Arrival]:
         """The parts of the layer with most waiting tokens, or those passed over too often."""

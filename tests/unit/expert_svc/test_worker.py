@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 
 import numpy as np
@@ -202,6 +203,24 @@ def test_the_tally_counts_what_was_done() -> None:
     assert (tally.calls, tally.parts, tally.tokens, tally.pairs) == (2, 3, 9, 18)
     assert tally.ffn_ns == pytest.approx(sum(ns for _, _, ns in plane.answered), abs=3)
     assert tally.awake_ns >= tally.ffn_ns + tally.signal_ns
+
+
+def test_an_idle_worker_keeps_no_lane_alive() -> None:
+    """A part's arrays lie in its lane's memory, which is to go when the router does."""
+
+    class Forgetful(ListPlane):
+        def wait(self, timeout_s: float) -> None:
+            self.answered.clear()
+            super().wait(timeout_s)
+            left.extend(ref for ref in held if ref() is not None)
+
+    left: list[weakref.ref[torch.Tensor]] = []
+    plane = Forgetful([part(1, 1)], [part(1, 2), part(3, 2)], [part(1, 1), part(1, 3)])
+    held = [weakref.ref(a.out) for batch in plane.batches for a in batch]
+    plane.worker = Worker(plane, slots())
+    plane.worker.run()
+    assert len(held) == 5
+    assert not left
 
 
 def test_stop_wakes_the_plane() -> None:
