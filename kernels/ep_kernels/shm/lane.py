@@ -64,7 +64,11 @@ class _Rows:
 
 
 class RingSlot:
-    """One message slot: the request's arrays, the answer's rows and both headers."""
+    """One message slot: the request's arrays, the answer's rows and both headers.
+
+    ``rows``: x ``[capacity_tokens, hidden]`` and out ``[out_rows, hidden]`` where they do not lie in
+    the mapping.
+    """
 
     __slots__ = (
         "_answer_at",
@@ -79,8 +83,18 @@ class RingSlot:
         "x",
     )
 
-    def __init__(self, mapping: mmap.mmap, layout: Layout, index: int) -> None:
+    def __init__(
+        self,
+        mapping: mmap.mmap,
+        layout: Layout,
+        index: int,
+        rows: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
         shape, offsets = layout.shape, layout.slot(index)
+        x, out = rows or (
+            _rows(mapping, offsets.x, shape.wire, shape.capacity_tokens, shape.hidden),
+            _rows(mapping, offsets.out, torch.float32, offsets.out_rows, shape.hidden),
+        )
         self.index = index
         self._mapping = mapping
         self._request_at = offsets.request_header
@@ -89,22 +103,8 @@ class RingSlot:
             _int_array(mapping, offset, shape.capacity_pairs) for offset in offsets.pairs
         )
         self.pair_weight: FloatArray = weight.view(np.float32)
-        self.x = _Rows(
-            torch.frombuffer(
-                mapping,
-                dtype=shape.wire,
-                count=shape.capacity_tokens * shape.hidden,
-                offset=offsets.x,
-            ).view(shape.capacity_tokens, shape.hidden)
-        )
-        self.out = _Rows(
-            torch.frombuffer(
-                mapping,
-                dtype=torch.float32,
-                count=offsets.out_rows * shape.hidden,
-                offset=offsets.out,
-            ).view(offsets.out_rows, shape.hidden)
-        )
+        self.x = _Rows(x)
+        self.out = _Rows(out)
 
     def write_request(self, request: Request) -> None:
         _REQUEST.pack_into(self._mapping, self._request_at, *request)
@@ -212,6 +212,13 @@ def check_request(request: Request, flag: int, layout: Layout, slot: RingSlot) -
         highest = int(slot.pair_token[: request.pairs].view(np.uint32).max())
         if highest >= request.tokens:
             raise CorruptLaneError(f"a pair names token {highest} of {request.tokens}")
+
+
+def _rows(
+    mapping: mmap.mmap, offset: int, dtype: torch.dtype, rows: int, hidden: int
+) -> torch.Tensor:
+    flat = torch.frombuffer(mapping, dtype=dtype, count=rows * hidden, offset=offset)
+    return flat.view(rows, hidden)
 
 
 def _int_array(mapping: mmap.mmap, offset: int, count: int) -> IntArray:

@@ -8,6 +8,7 @@ import os
 import select
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
@@ -18,7 +19,7 @@ class Watcher:
     """Calls back, on its own thread, whenever a watched socket is readable or closed.
 
     Watched sockets are non-blocking, and a callback may come without cause (its fd may have been
-    closed and taken again in between). ``every`` adds a call at regular times.
+    closed and taken again in between). ``every`` adds a call at regular times, ``call`` one more.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,6 +29,7 @@ class Watcher:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._stop, select.EPOLLIN)
         self._epoll.register(self._wake, select.EPOLLIN | select.EPOLLET)
+        self._calls: deque[Callable[[], None]] = deque()
         self._tick: Callable[[], None] | None = None
         self._period_s = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -54,6 +56,11 @@ class Watcher:
         self._period_s, self._tick = period_s, callback
         os.eventfd_write(self._wake, 1)
 
+    def call(self, callback: Callable[[], None]) -> None:
+        """Call back once, soon; never after ``close``. Any thread."""
+        self._calls.append(callback)
+        os.eventfd_write(self._wake, 1)
+
     def forget(self, connection: socket.socket) -> None:
         """Stop watching; call it before closing the socket. Any thread."""
         fd = connection.fileno()
@@ -66,6 +73,7 @@ class Watcher:
         os.eventfd_write(self._stop, 1)
         self._thread.join()
         self._tick = None
+        self._calls.clear()
         self._epoll.close()
         os.close(self._stop)
         os.close(self._wake)
@@ -80,6 +88,8 @@ class Watcher:
                     return
                 if fd != self._wake:
                     self._call(fd)
+            while self._calls:
+                self._guard(self._calls.popleft())
             if tick is not None and monotonic() >= next_tick:
                 next_tick = monotonic() + self._period_s
                 self._guard(tick)

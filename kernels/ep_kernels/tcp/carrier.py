@@ -76,7 +76,7 @@ class Carrier:
         self._watcher = watcher
         self._doorbell = doorbell
         self._lost: Lost | None = lost
-        self._memory = memory
+        self.memory = memory
         self._bytes = memoryview(mapping)
         self._sends = sends
         at_router = sends is Kind.REQUEST
@@ -156,7 +156,7 @@ class Carrier:
     # -------------------------------------------------------------- sending, under the lock
 
     def _frame(self, index: int) -> list[memoryview]:
-        slot = self._memory.slots[index]
+        slot = self.memory.slots[index]
         if self._sends is Kind.REQUEST:
             request = slot.read_request()
             body = self._request_views(index, request.tokens, request.pairs)
@@ -235,8 +235,8 @@ class Carrier:
         expected = Kind.ANSWER if self._sends is Kind.REQUEST else Kind.REQUEST
         if number != expected:
             raise CorruptLaneError(f"a frame of kind {number}, expected {expected.name}")
-        if index >= len(self._memory.slots):
-            raise CorruptLaneError(f"ring slot {index} of {len(self._memory.slots)}")
+        if index >= len(self.memory.slots):
+            raise CorruptLaneError(f"ring slot {index} of {len(self.memory.slots)}")
         if expected is Kind.REQUEST:
             arrived = self._begin_request(index, Request._make(header))
         else:
@@ -246,7 +246,7 @@ class Carrier:
         return arrived
 
     def _begin_request(self, index: int, request: Request) -> Callable[[], None]:
-        memory, shape = self._memory, self._memory.layout.shape
+        memory, shape = self.memory, self.memory.layout.shape
         newest = memory.request_flags[index]
         if memory.answer_flags[index] != newest:
             raise CorruptLaneError(f"ring slot {index} was written before it was answered")
@@ -267,7 +267,7 @@ class Carrier:
         return arrived
 
     def _begin_answer(self, index: int, header: list[int]) -> Callable[[], None]:
-        memory = self._memory
+        memory = self.memory
         sequence, status, _, compute_ns, rows, *_ = header
         if sequence != memory.request_flags[index] or sequence == memory.answer_flags[index]:
             raise CorruptLaneError(f"ring slot {index} has no message {sequence} to answer")
@@ -289,7 +289,7 @@ class Carrier:
     # -------------------------------------------------------------- where messages lie
 
     def _request_views(self, index: int, tokens: int, pairs: int) -> list[memoryview]:
-        layout = self._memory.layout
+        layout = self.memory.layout
         first = _slot_at(layout, index) + layout.pairs
         spans = [(first + i * layout.pair_array_bytes, 4 * pairs) for i in range(4)]
         x_bytes = tokens * layout.shape.hidden * layout.shape.wire.itemsize
@@ -297,7 +297,7 @@ class Carrier:
         return [self._bytes[at : at + size] for at, size in spans if size]
 
     def _answer_views(self, index: int, status: int, rows: int) -> list[memoryview]:
-        layout = self._memory.layout
+        layout = self.memory.layout
         size = rows * layout.shape.hidden * torch.float32.itemsize
         if status != AnswerStatus.OK or not size:
             return []

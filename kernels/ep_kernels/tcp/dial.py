@@ -10,12 +10,12 @@ import contextlib
 import socket
 import threading
 from time import monotonic
-from typing import Final
+from typing import ClassVar, Final
 
 from ep_kernels.plane import LaneRefused, PlaneError
 from ep_kernels.shm.handshake import Offer, Reply, decode, encode
 from ep_kernels.tcp import handshake
-from ep_kernels.tcp.handshake import LaneAddress
+from ep_kernels.tcp.handshake import LaneAddress, Session
 
 DIAL_S: Final = 5.0
 """For the connection and the handshake together; looking a name up is the system's own affair."""
@@ -26,6 +26,8 @@ class Dial:
 
     ``wait`` for it, then take the ``result`` once: it is the caller's to close.
     """
+
+    limit_s: ClassVar[float] = DIAL_S
 
     def __init__(self, address: LaneAddress, offer: Offer, silence_s: float) -> None:
         self.address = address
@@ -70,7 +72,7 @@ class Dial:
 
     def _run(self) -> None:
         peer = self.offer.expert
-        deadline = monotonic() + DIAL_S
+        deadline = monotonic() + self.limit_s
         try:
             connection = self._connect(deadline)
             self._greet(connection, deadline)
@@ -80,7 +82,9 @@ class Dial:
         except PlaneError as error:
             self._error = PlaneError(f"{peer} at {self.address}: {error}")
         except TimeoutError:
-            self._error = PlaneError(f"{peer} at {self.address} did not answer in {DIAL_S:g} s")
+            self._error = PlaneError(
+                f"{peer} at {self.address} did not answer in {self.limit_s:g} s"
+            )
         except EOFError:
             self._error = PlaneError(f"{peer} at {self.address} closed the connection")
         except OSError as error:
@@ -119,7 +123,7 @@ class Dial:
                 return connection
         raise error or OSError("the name has no address")
 
-    def _greet(self, connection: socket.socket, deadline: float) -> None:
+    def _greet(self, connection: socket.socket, deadline: float) -> Session:
         """Raises ``LaneRefused`` with the expert worker's reason, ``PlaneError``, ``OSError``."""
 
         def receive(count: int) -> bytes:
@@ -136,6 +140,7 @@ class Dial:
         reply = decode(body, Reply)
         if reply.refusal:
             raise LaneRefused(self.offer.expert, reply.refusal)
+        return Session(key, challenged, own)
 
 
 def prepare(connection: socket.socket, silence_s: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ep_kernels.plane import PlaneError
 from ep_kernels.shm.doorbell import SPIN_NS
@@ -13,8 +13,9 @@ from ep_kernels.shm.expert import ExpertLane, ShmExpertPlane
 from ep_kernels.shm.handshake import Offer, Reply, decode, encode
 from ep_kernels.shm.lane import LaneMemory
 from ep_kernels.tcp import handshake
-from ep_kernels.tcp.carrier import BEATS, Carrier, Kind, own_memory
+from ep_kernels.tcp.carrier import BEATS, Carrier, Kind, Lost, own_memory
 from ep_kernels.tcp.dial import prepare
+from ep_kernels.tcp.handshake import Session
 
 _log = logging.getLogger(__name__)
 
@@ -131,51 +132,69 @@ class TcpExpertPlane(ShmExpertPlane):
             nonce = handshake.read_offer(head, body, self._key, caller.challenged)
             offer = decode(body, Offer)
             router = offer.router
-            lane, carrier = self._open_tcp(connection, offer)
+            self._take(connection, offer, Session(self._key, caller.challenged, nonce))
         except PlaneError as error:
             refusal = str(error)
         if refusal:
             _log.warning("lane.refused router=%s: %s", router, refusal)
             if nonce:  # a stranger is told nothing
                 with contextlib.suppress(OSError):
-                    connection.send(self._reply(caller, nonce, refusal))
+                    connection.send(_reply(Session(self._key, caller.challenged, nonce), refusal))
             self._hang_up(connection)
-            return
-        del self._callers[connection], self._silent[connection]
-        self._add(lane)
-        try:
-            connection.send(self._reply(caller, nonce, ""))
-        except OSError as error:
-            self._drop(lane, f"the router did not take the reply: {error}")
-            return
-        self._watcher.watch(connection, carrier.on_event)
-        _log.info("lane.opened router=%s incarnation=%d", router, offer.router_incarnation)
 
-    def _reply(self, caller: _Caller, nonce: bytes, refusal: str) -> bytes:
-        body = encode(Reply(sender=0, refusal=refusal))
-        return handshake.pack_reply(body, self._key, caller.challenged, nonce)
-
-    def _open_tcp(self, connection: socket.socket, offer: Offer) -> tuple[ExpertLane, Carrier]:
-        """Raises ``PlaneError``."""
+    def _take(self, connection: socket.socket, offer: Offer, session: Session) -> None:
+        """Open the lane that is offered. Raises ``PlaneError`` for one that is refused."""
         layout = self._examine(offer)
         sender = self._free_sender(offer)
         try:
             mapping = own_memory(layout.total_bytes)
         except OSError as error:
             raise PlaneError(f"the lane's memory: {error}") from error
-        lane_memory = LaneMemory(mapping, layout)
+
+        def carry(lost: Lost) -> Carrier:
+            return Carrier(
+                connection, mapping, LaneMemory(mapping, layout), Kind.ANSWER, self._watcher,
+                self._doorbell, lost,
+            )  # fmt: skip
+
+        self._known(connection)
+        self._open_lane(connection, offer, sender, carry, _reply(session, ""))
+
+    def _known(self, connection: socket.socket) -> None:
+        """Its caller has proven who it is."""
+        del self._callers[connection], self._silent[connection]
+
+    def _open_lane(
+        self,
+        connection: socket.socket,
+        offer: Offer,
+        sender: int,
+        carry: Callable[[Lost], Carrier],
+        accepted: bytes,
+    ) -> None:
+        """Add the lane that ``carry`` makes the carrier of, and tell the router so."""
 
         def lost(reason: str, corrupt: bool) -> None:
             self.corrupt_lanes += corrupt
             self._drop(lane, reason)
 
-        carrier = Carrier(
-            connection, mapping, lane_memory, Kind.ANSWER, self._watcher, self._doorbell, lost
-        )
+        carrier = carry(lost)
         lane = ExpertLane(
-            next(self._lane_ids), offer, connection, sender, lane_memory, carrier, carrier.close
+            next(self._lane_ids), offer, connection, sender, carrier.memory, carrier, carrier.close
         )
-        return lane, carrier
+        self._add(lane)
+        try:
+            connection.send(accepted)
+        except OSError as error:
+            self._drop(lane, f"the router did not take the reply: {error}")
+            return
+        self._watcher.watch(connection, carrier.on_event)
+        _log.info("lane.opened router=%s incarnation=%d", offer.router, offer.router_incarnation)
+
+
+def _reply(session: Session, refusal: str) -> bytes:
+    body = encode(Reply(sender=0, refusal=refusal))
+    return handshake.pack_reply(body, session.key, session.challenged, session.own)
 
 
 def _listen_tcp(host: str, ports: Iterable[int]) -> socket.socket:

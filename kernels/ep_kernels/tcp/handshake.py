@@ -4,6 +4,8 @@
     router -> expert   a message: ``Offer`` as over a Unix socket, a nonce of its own
     expert -> router   a message: ``Reply``
 
+    both               values, where the lane's carrier needs a rendezvous (``ep_kernels.group``)
+
 A message is a head (size of the body, nonce, proof) and a JSON body. The proof is the HMAC-SHA256
 (RFC 2104) of both nonces and the body under the *lane key*, a secret that the expert worker draws
 when it starts and that routers learn over the control plane. So neither end believes a stranger,
@@ -35,6 +37,8 @@ _NONCE_BYTES: Final = 16
 _MAX_BODY_BYTES: Final = 8192
 _OFFER: Final = b"offer"
 _REPLY: Final = b"reply"
+_VALUE_OF: Final = {True: b"value of the router", False: b"value of the expert worker"}
+_KEY_SIZE: Final = Struct("=H")
 
 CHALLENGE_BYTES: Final = _CHALLENGE.size
 HEAD_BYTES: Final = _HEAD.size
@@ -42,23 +46,35 @@ HEAD_BYTES: Final = _HEAD.size
 
 @dataclass(frozen=True, slots=True)
 class LaneAddress:
-    """``tcp://HOST:PORT#KEY``: where an expert worker takes lanes, and what lets a router in."""
+    """``tcp://HOST:PORT#KEY``: where an expert worker takes lanes, and what lets a router in.
+    Another scheme names another carrier.
+    """
 
     host: str
     port: int
     key: bytes
+    scheme: str = SCHEME
 
     def __str__(self) -> str:
         """Without the key: for logs and errors."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{SCHEME}{host}:{self.port}"
+        return f"{self.scheme}{host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What the proofs of one connection's messages are made of: the lane key and both nonces."""
+
+    key: bytes
+    challenged: bytes
+    own: bytes
 
 
 def new_key() -> bytes:
     return secrets.token_bytes(KEY_BYTES)
 
 
-def read_address(address: str) -> LaneAddress:
+def read_address(address: str, scheme: str = SCHEME) -> LaneAddress:
     """Raises ``PlaneError``, which does not show a key."""
     shown = address.partition("#")[0]
     try:
@@ -66,12 +82,12 @@ def read_address(address: str) -> LaneAddress:
         host, port, key = parts.hostname, parts.port, bytes.fromhex(parts.fragment)
     except ValueError:
         host, port, key = None, None, b""
-    if not address.startswith(SCHEME) or not host or not port or len(key) != KEY_BYTES:
+    if not address.startswith(scheme) or not host or not port or len(key) != KEY_BYTES:
         raise PlaneError(
-            f"the address of a lane is tcp://HOST:PORT#KEY with a key of {KEY_BYTES} bytes in "
+            f"the address of a lane is {scheme}HOST:PORT#KEY with a key of {KEY_BYTES} bytes in "
             f"hexadecimal digits, not {shown}#..."
         )
-    return LaneAddress(host, port, key)
+    return LaneAddress(host, port, key, scheme)
 
 
 # ---------------------------------------------------------------- both ends
@@ -123,6 +139,30 @@ def check_reply(head: bytes, body: bytes, key: bytes, challenged: bytes, own: by
     _, _, proof = _HEAD.unpack(head)
     if not hmac.compare_digest(proof, _proof(_REPLY, body, key, challenged, own)):
         raise PlaneError("who answers there does not know the key of the worker's lanes")
+
+
+def pack_value(session: Session, name: str, value: bytes, *, of_router: bool) -> bytes:
+    """A value that one end tells the other while their lane opens."""
+    encoded = name.encode()
+    body = _KEY_SIZE.pack(len(encoded)) + encoded + value
+    return _pack(_VALUE_OF[of_router], body, session.key, session.challenged, session.own)
+
+
+def read_value(head: bytes, body: bytes, session: Session, *, of_router: bool) -> tuple[str, bytes]:
+    """Check the proof of the other end's value: its name and itself. Raises ``PlaneError``."""
+    _, _, proof = _HEAD.unpack(head)
+    kind = _VALUE_OF[of_router]
+    if not hmac.compare_digest(
+        proof, _proof(kind, body, session.key, session.challenged, session.own)
+    ):
+        raise PlaneError("a value came with another proof than the lane's key makes")
+    if len(body) < _KEY_SIZE.size:
+        raise PlaneError("a value came without a name")
+    end = _KEY_SIZE.size + _KEY_SIZE.unpack(body[: _KEY_SIZE.size])[0]
+    try:
+        return body[_KEY_SIZE.size : end].decode(), body[end:]
+    except UnicodeDecodeError as error:
+        raise PlaneError(f"a value has a name that is no text: {error}") from None
 
 
 def _pack(kind: bytes, body: bytes, key: bytes, challenged: bytes, own: bytes) -> bytes:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+
 from ep_kernels.plane import LanePending, LaneShape, PlaneError
 from ep_kernels.shm.doorbell import SPIN_NS
+from ep_kernels.shm.handshake import Offer
 from ep_kernels.shm.lane import LaneMemory
 from ep_kernels.shm.router import RouterLane, ShmRouterPlane
-from ep_kernels.tcp.carrier import BEATS, Carrier, Kind, own_memory
+from ep_kernels.tcp.carrier import BEATS, Carrier, Kind, Lost, own_memory
 from ep_kernels.tcp.dial import Dial
 from ep_kernels.tcp.handshake import SCHEME, LaneAddress, read_address
 
@@ -43,24 +46,7 @@ class TcpRouterPlane(ShmRouterPlane):
         if not dial.wait(timeout_s):
             raise LanePending(f"{peer} at {dial.address} has not answered so far")
         self._dials.pop(peer, None)
-        connection = dial.result()
-        mapping = own_memory(self._layout.total_bytes)
-        lane_memory = LaneMemory(mapping, self._layout)
-
-        def lost(reason: str, corrupt: bool) -> None:
-            self.corrupt_lanes += corrupt
-            self._lose(lane, reason)
-
-        carrier = Carrier(
-            connection,
-            mapping,
-            lane_memory,
-            Kind.REQUEST,
-            self._watcher,
-            self._doorbell,
-            lost,
-        )
-        lane = RouterLane(peer, incarnation, connection, 0, lane_memory, carrier, carrier.close)
+        lane, carrier = self._over(dial, peer, incarnation)
         try:
             self._add(lane, carrier.on_event)
         except PlaneError:
@@ -81,6 +67,34 @@ class TcpRouterPlane(ShmRouterPlane):
         self._dials.clear()
         super().close()
 
+    def _over(self, dial: Dial, peer: str, incarnation: int) -> tuple[RouterLane, Carrier]:
+        """The lane that a dial has come to. Raises ``LaneRefused``, ``PlaneError``."""
+        connection = dial.result()
+
+        def lost(reason: str, corrupt: bool) -> None:
+            self.corrupt_lanes += corrupt
+            self._lose(lane, reason)
+
+        carrier = self._carry(dial, connection, lost)
+        lane = RouterLane(peer, incarnation, connection, 0, carrier.memory, carrier, carrier.close)
+        return lane, carrier
+
+    def _new_dial(self, address: LaneAddress, offer: Offer) -> Dial:
+        return Dial(address, offer, self._silence_s)
+
+    def _carry(self, dial: Dial, connection: socket.socket, lost: Lost) -> Carrier:  # noqa: ARG002
+        """The carrier of the lane that ``dial`` has opened on ``connection``."""
+        mapping = own_memory(self._layout.total_bytes)
+        return Carrier(
+            connection,
+            mapping,
+            LaneMemory(mapping, self._layout),
+            Kind.REQUEST,
+            self._watcher,
+            self._doorbell,
+            lost,
+        )
+
     def _disconnect_lane(self, peer: str) -> None:
         super().disconnect(peer)
 
@@ -92,7 +106,7 @@ class TcpRouterPlane(ShmRouterPlane):
             return dial
         if dial is not None:
             dial.cancel()
-        dial = self._dials[peer] = Dial(address, offer, self._silence_s)
+        dial = self._dials[peer] = self._new_dial(address, offer)
         return dial
 
     def _tick(self) -> None:
