@@ -20,8 +20,9 @@ from collections import deque
 
 import numpy as np
 import torch
+from ep_kernels.group import GlooBackend, GroupExpertPlane, GroupRouterPlane
 from ep_kernels.plane import AnswerStatus, Arrival, LaneShape, Part
-from ep_kernels.shm import ShmExpertPlane
+from ep_kernels.shm import ShmExpertPlane, ShmRouterPlane
 from ep_kernels.tcp import TcpExpertPlane, TcpRouterPlane
 
 HIDDEN, TOP_K, CAPACITY, RING = 24, 3, 40, 3
@@ -104,8 +105,20 @@ def new_expert(
         from ep_kernels.triton.symm import SymmExpertPlane
 
         return SymmExpertPlane(name, incarnation, path, hidden, DIGEST), path
+    if kind == "gloo":
+        group = GroupExpertPlane(
+            name, incarnation, hidden, DIGEST, backend=GlooBackend(), host="127.0.0.1", key=KEY
+        )
+        return group, f"gloo://127.0.0.1:{group.port}#{KEY.hex()}"
     tcp = TcpExpertPlane(name, incarnation, "", hidden, DIGEST, host="127.0.0.1", key=KEY)
     return tcp, f"tcp://127.0.0.1:{tcp.port}#{KEY.hex()}"
+
+
+def new_router(name: str, shape: LaneShape, addresses: list[str]) -> ShmRouterPlane:
+    """A router's plane for lanes to such addresses."""
+    if addresses[0].startswith("gloo://"):
+        return GroupRouterPlane(name, 1, shape, DIGEST, GlooBackend())
+    return TcpRouterPlane(name, 1, shape, DIGEST)
 
 
 def run_expert(kind: str, name: str, incarnation: str, path: str, hidden: str, seed: str) -> None:
@@ -137,8 +150,8 @@ def run_expert(kind: str, name: str, incarnation: str, path: str, hidden: str, s
 def run_router(name: str, messages: str, seed: str, exact: str, *peers_at: str) -> None:
     rng = random.Random(seed)
     shape = LaneShape(HIDDEN, TOP_K, CAPACITY, RING, exact=exact == "exact")
-    plane = TcpRouterPlane(name, 1, shape, DIGEST)
     places = dict(place.split("=", 1) for place in peers_at)
+    plane = new_router(name, shape, list(places.values()))
     peers = list(places)
     for peer, address in places.items():
         plane.connect(peer, address, 1, DEADLINE_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from ep_kernels.group import GlooBackend, GroupExpertPlane, GroupRouterPlane
 from ep_kernels.plane import LaneShape
 from ep_kernels.shm import ShmExpertPlane, ShmRouterPlane
 from ep_kernels.tcp import TcpExpertPlane, TcpRouterPlane
@@ -15,7 +16,7 @@ SHAPE = LaneShape(HIDDEN, TOP_K, CAPACITY, RING)
 
 
 class Pair:
-    """``kind``: ``shm`` or ``tcp``. Router r0 of incarnation 7, expert worker e0 of 5."""
+    """``kind``: ``shm``, ``tcp`` or ``gloo``. Router r0 of incarnation 7, expert worker e0 of 5."""
 
     def __init__(self, directory: Path, kind: str = "shm", shape: LaneShape = SHAPE) -> None:
         self.kind = kind
@@ -24,19 +25,27 @@ class Pair:
             self.address = str(directory / "e0")
             self.expert = ShmExpertPlane("e0", 5, self.address, HIDDEN, DIGEST, max_lanes=2)
         else:
-            tcp = TcpExpertPlane(
-                "e0", 5, "", HIDDEN, DIGEST, max_lanes=2, host="127.0.0.1", key=KEY
-            )
+            tcp = self._far()
             self.expert = tcp
-            self.address = f"tcp://127.0.0.1:{tcp.port}#{KEY.hex()}"
+            self.address = f"{kind}://127.0.0.1:{tcp.port}#{KEY.hex()}"
         self.router = self.new_router("r0", 7, shape)
         self.connect(self.router)
 
     def new_router(
         self, name: str, incarnation: int = 1, shape: LaneShape = SHAPE, digest: str = DIGEST
     ) -> ShmRouterPlane:
+        if self.kind == "gloo":
+            return GroupRouterPlane(name, incarnation, shape, digest, GlooBackend())
         kind = ShmRouterPlane if self.kind == "shm" else TcpRouterPlane
         return kind(name, incarnation, shape, digest)
+
+    def _far(self) -> TcpExpertPlane:
+        places = {"host": "127.0.0.1", "key": KEY}
+        if self.kind == "gloo":
+            return GroupExpertPlane(
+                "e0", 5, HIDDEN, DIGEST, max_lanes=2, backend=GlooBackend(), **places
+            )
+        return TcpExpertPlane("e0", 5, "", HIDDEN, DIGEST, max_lanes=2, **places)
 
     def connect(self, router: ShmRouterPlane, peer: str = "e0", incarnation: int = 5) -> None:
         router.connect(peer, self.address, incarnation, DEADLINE_S)

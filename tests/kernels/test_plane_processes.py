@@ -14,7 +14,6 @@ import lane_peer
 import pytest
 import torch
 from ep_kernels.plane import AnswerStatus, LaneLost, LaneShape
-from ep_kernels.tcp import TcpRouterPlane
 from lane_peer import (
     CAPACITY,
     DIGEST,
@@ -23,6 +22,7 @@ from lane_peer import (
     TOP_K,
     expected,
     new_expert,
+    new_router,
     part_of,
     serve,
 )
@@ -54,7 +54,7 @@ class Peer:
         self.process.wait(DEADLINE_S)
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=["shm", "tcp", "gloo"])
 def kind(request):
     return request.param
 
@@ -105,7 +105,7 @@ def test_a_killed_expert_is_noticed_while_waiting_and_its_heir_is_reached(spawn,
     in_shm = set(Path("/dev/shm").iterdir())
     first = spawn("expert", kind, "e0", 1, tmp_path / "e0", HIDDEN, 0)
     address = first.line()
-    plane = TcpRouterPlane("r0", 1, LaneShape(HIDDEN, TOP_K, CAPACITY, RING), DIGEST)
+    plane = new_router("r0", LaneShape(HIDDEN, TOP_K, CAPACITY, RING), [address])
     plane.connect("e0", address, 1, DEADLINE_S)
     first.process.send_signal(signal.SIGSTOP)  # the part stays unanswered
     part = part_of(3)

@@ -16,7 +16,7 @@ from lane_peer import CAPACITY, DIGEST, HIDDEN, RING, expected, part_of, serve
 from plane_pair import DEADLINE_S, SHAPE, Pair
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=["shm", "tcp", "gloo"])
 def kind(request):
     return request.param
 

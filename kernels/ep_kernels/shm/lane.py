@@ -8,6 +8,7 @@ flag names the message that the slot carries.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -27,6 +28,7 @@ from ep_kernels.shm.layout import LaneLayout, Layout, lay_out
 
 _REQUEST: Final = Struct("=7q")
 _ANSWER: Final = Struct("=5q")
+Rows = tuple[torch.Tensor, torch.Tensor]
 _STATUSES: Final = {int(status): status for status in AnswerStatus}
 
 
@@ -66,8 +68,8 @@ class _Rows:
 class RingSlot:
     """One message slot: the request's arrays, the answer's rows and both headers.
 
-    ``rows``: x ``[capacity_tokens, hidden]`` and out ``[out_rows, hidden]`` where they do not lie in
-    the mapping.
+    ``rows``: x ``[capacity_tokens, hidden]`` and out ``[out_rows, hidden]``, where they do not lie
+    in the mapping.
     """
 
     __slots__ = (
@@ -88,7 +90,7 @@ class RingSlot:
         mapping: mmap.mmap,
         layout: Layout,
         index: int,
-        rows: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rows: Rows | None = None,
     ) -> None:
         shape, offsets = layout.shape, layout.slot(index)
         x, out = rows or (
@@ -142,18 +144,24 @@ class RingSlot:
 
 class LaneMemory:
     """All of a lane: flags and ring slots over one mapping. Each end writes its own of the two
-    kinds of messages, and publishes it by the flag, which it writes last.
+    kinds of messages, and publishes it by the flag, which it writes last. ``rows``: those of each
+    ring slot, as it takes them.
     """
 
     __slots__ = ("_fence", "answer_flags", "layout", "request_flags", "slots")
 
-    def __init__(self, mapping: mmap.mmap, layout: LaneLayout) -> None:
+    def __init__(
+        self, mapping: mmap.mmap, layout: LaneLayout, rows: Sequence[Rows | None] | None = None
+    ) -> None:
         count = layout.shape.ring_slots
         view = memoryview(mapping)
         self.layout = layout
         self.request_flags = view[: 8 * count].cast("q")
         self.answer_flags = view[layout.answer_flags : layout.answer_flags + 8 * count].cast("q")
-        self.slots = tuple(RingSlot(mapping, layout, index) for index in range(count))
+        self.slots = tuple(
+            RingSlot(mapping, layout, index, rows[index] if rows else None)
+            for index in range(count)
+        )
         self._fence = make_fence()
 
     @classmethod

@@ -29,6 +29,8 @@ class Watcher:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._stop, select.EPOLLIN)
         self._epoll.register(self._wake, select.EPOLLIN | select.EPOLLET)
+        self._call_lock = threading.Lock()
+        self._closed = False
         self._calls: deque[Callable[[], None]] = deque()
         self._tick: Callable[[], None] | None = None
         self._period_s = 0.0
@@ -57,9 +59,11 @@ class Watcher:
         os.eventfd_write(self._wake, 1)
 
     def call(self, callback: Callable[[], None]) -> None:
-        """Call back once, soon; never after ``close``. Any thread."""
-        self._calls.append(callback)
-        os.eventfd_write(self._wake, 1)
+        """Call back once, soon; not after ``close``. Any thread."""
+        with self._call_lock:
+            if not self._closed:
+                self._calls.append(callback)
+                os.eventfd_write(self._wake, 1)
 
     def forget(self, connection: socket.socket) -> None:
         """Stop watching; call it before closing the socket. Any thread."""
@@ -72,8 +76,10 @@ class Watcher:
         """Stop and join the thread; no callback may call it."""
         os.eventfd_write(self._stop, 1)
         self._thread.join()
+        with self._call_lock:
+            self._closed = True
+            self._calls.clear()
         self._tick = None
-        self._calls.clear()
         self._epoll.close()
         os.close(self._stop)
         os.close(self._wake)

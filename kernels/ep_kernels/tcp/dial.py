@@ -10,7 +10,7 @@ import contextlib
 import socket
 import threading
 from time import monotonic
-from typing import ClassVar, Final
+from typing import Final
 
 from ep_kernels.plane import LaneRefused, PlaneError
 from ep_kernels.shm.handshake import Offer, Reply, decode, encode
@@ -27,7 +27,7 @@ class Dial:
     ``wait`` for it, then take the ``result`` once: it is the caller's to close.
     """
 
-    limit_s: ClassVar[float] = DIAL_S
+    limit_s: float = DIAL_S
 
     def __init__(self, address: LaneAddress, offer: Offer, silence_s: float) -> None:
         self.address = address

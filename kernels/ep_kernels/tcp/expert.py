@@ -139,7 +139,7 @@ class TcpExpertPlane(ShmExpertPlane):
             _log.warning("lane.refused router=%s: %s", router, refusal)
             if nonce:  # a stranger is told nothing
                 with contextlib.suppress(OSError):
-                    connection.send(_reply(Session(self._key, caller.challenged, nonce), refusal))
+                    connection.send(reply(Session(self._key, caller.challenged, nonce), refusal))
             self._hang_up(connection)
 
     def _take(self, connection: socket.socket, offer: Offer, session: Session) -> None:
@@ -158,7 +158,7 @@ class TcpExpertPlane(ShmExpertPlane):
             )  # fmt: skip
 
         self._known(connection)
-        self._open_lane(connection, offer, sender, carry, _reply(session, ""))
+        self._open_lane(connection, offer, sender, carry, reply(session, ""))
 
     def _known(self, connection: socket.socket) -> None:
         """Its caller has proven who it is."""
@@ -192,7 +192,8 @@ class TcpExpertPlane(ShmExpertPlane):
         _log.info("lane.opened router=%s incarnation=%d", offer.router, offer.router_incarnation)
 
 
-def _reply(session: Session, refusal: str) -> bytes:
+def reply(session: Session, refusal: str) -> bytes:
+    """The message that accepts an offer or says why not."""
     body = encode(Reply(sender=0, refusal=refusal))
     return handshake.pack_reply(body, session.key, session.challenged, session.own)
 

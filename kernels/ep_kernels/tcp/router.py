@@ -22,6 +22,8 @@ class TcpRouterPlane(ShmRouterPlane):
     nothing for ``silence_s`` seconds is lost.
     """
 
+    _scheme: str = SCHEME
+
     def __init__(
         self,
         router_id: str,
@@ -38,11 +40,11 @@ class TcpRouterPlane(ShmRouterPlane):
         self._watcher.every(silence_s / BEATS, self._tick)
 
     def connect(self, peer: str, address: str, incarnation: int, timeout_s: float) -> None:
-        if not address.startswith(SCHEME):
+        if not address.startswith(self._scheme):
             super().connect(peer, address, incarnation, timeout_s)
             return
         self._disconnect_lane(peer)
-        dial = self._dial(peer, read_address(address), incarnation)
+        dial = self._dial(peer, read_address(address, self._scheme), incarnation)
         if not dial.wait(timeout_s):
             raise LanePending(f"{peer} at {dial.address} has not answered so far")
         self._dials.pop(peer, None)
