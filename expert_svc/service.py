@@ -17,8 +17,8 @@ from pathlib import Path
 from time import monotonic
 
 import torch
-from ep_kernels.plane import PlaneError
-from ep_kernels.shm.expert import ShmExpertPlane
+from ep_kernels.plane import ExpertPlane, PlaneError
+from ep_kernels.planes import Listening, expert_plane
 from ep_kernels.tcp.expert import TcpExpertPlane
 from ep_kernels.tcp.handshake import new_key
 
@@ -28,7 +28,7 @@ from expert_svc.loading import Fetch, Held, SupersededError
 from expert_svc.metrics import ExpertCollector
 from expert_svc.slots import Applied, Fault, SlotError, SlotTable
 from expert_svc.worker import Worker
-from mesh.addresses import join, ports_of
+from mesh.addresses import TCP, join, ports_of
 from mesh.hosts import advertised, host_id, listen_host
 from mesh.member import Command, Member, RefusedByPlanner
 from mesh.membership import FINAL
@@ -390,37 +390,30 @@ async def main(ctx: Context) -> None:
             await ctx.until_drained(expert.relieved())
 
 
-def _open_lanes(ctx: Context, hidden: int, digest: str) -> tuple[ShmExpertPlane, LanePlaces]:
+def _open_lanes(ctx: Context, hidden: int, digest: str) -> tuple[ExpertPlane, LanePlaces]:
     """Listen where the settings say. Raises ``CannotServe``, ``PlaneError``, ``HostError``."""
     settings, network = ctx.settings, ctx.settings.network
-    path = "" if network.data_plane == "tcp" else lanes_path(settings, ctx.id)
-    host = "" if network.data_plane == "shm" else listen_host(settings)
-    if not host:
-        if not path:
-            raise CannotServe("network.data_plane = 'tcp' needs network.listen: where to listen")
-        plane = ShmExpertPlane(
-            ctx.id,
-            ctx.incarnation,
-            path,
-            hidden=hidden,
-            digest=digest,
-            max_lanes=settings.expert.max_lanes,
-        )
-        return plane, LanePlaces(path)
+    chosen = network.data_plane
+    path = lanes_path(settings, ctx.id) if chosen in ("auto", "shm", "symm") else ""
+    host = "" if chosen in ("shm", "symm") else listen_host(settings)
+    if not host and not path:
+        raise CannotServe(f"network.data_plane = {chosen!r} needs network.listen: where to listen")
     key = new_key()
-    tcp = TcpExpertPlane(
+    plane = expert_plane(
+        chosen,
         ctx.id,
         ctx.incarnation,
-        path,
-        hidden=hidden,
-        digest=digest,
-        max_lanes=settings.expert.max_lanes,
-        host=host,
-        ports=ports_of(network.ports),
-        key=key,
+        hidden,
+        digest,
+        settings.expert.max_lanes,
+        at=Listening(path, host, ports_of(network.ports), key),
         silence_s=network.lane_silence_ms / 1000,
     )
-    return tcp, LanePlaces(path, f"{advertised(settings, join(host, tcp.port))}#{key.hex()}")
+    if not isinstance(plane, TcpExpertPlane):
+        return plane, LanePlaces(path)
+    carrier = "tcp" if chosen == "auto" else chosen
+    place = advertised(settings, join(host, plane.port)).removeprefix(TCP)
+    return plane, LanePlaces(path, f"{carrier}://{place}#{key.hex()}")
 
 
 def _open_table(

@@ -63,7 +63,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Among which processes of ``host`` its ``pid`` is counted; 0: not known."""
     lanes_tcp: str = ""
     """Expert: where routers of other hosts open their lanes and what they must prove to know
-    there, ``tcp://HOST:PORT#KEY``. A ``Status`` shows no key."""
+    there, ``tcp://HOST:PORT#KEY``, or gloo or nccl for tcp. A ``Status`` shows no key."""
     host_id: str = ""
     """Members of one value are on one host and can share memory."""
     group: tuple[int, ...] = ()

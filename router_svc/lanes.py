@@ -39,18 +39,23 @@ Reach = Callable[[Member], Sequence[str]]
 
 def reach(data_plane: DataPlane, host_id: str) -> Reach:
     """Where a router on ``host_id`` opens its lane to a worker: addresses to try in turn."""
+    carrier = "tcp" if data_plane == "auto" else data_plane
 
     def addresses(member: Member) -> Sequence[str]:
-        near = data_plane != "tcp" and member.lanes
-        far = data_plane != "shm" and member.lanes_tcp
+        near = data_plane in ("shm", "symm") or (data_plane == "auto" and member.host_id == host_id)
         found = []
-        if near and (data_plane == "shm" or member.host_id == host_id):
+        if near and member.lanes:
             found.append(member.lanes)
-        if far:
+        if _carrier(member.lanes_tcp) == carrier:
             found.append(member.lanes_tcp)
         return found
 
     return addresses
+
+
+def _carrier(address: str) -> str:
+    """What carries the lanes at a port, ``CARRIER://HOST:PORT#KEY``; empty for a Unix socket."""
+    return address.partition("://")[0] if "://" in address else ""
 
 
 @dataclass(slots=True)
@@ -130,11 +135,14 @@ class Lanes:
 
     def _connect(self, member: Member, timeout_s: float) -> str:
         """Returns what carries the lane. Raises ``PlaneError``, of the address tried last."""
-        unreached = PlaneError(f"{member.id} has no lanes that this router can reach")
+        unreached = PlaneError(
+            f"{member.id} has no lanes that this router can reach: network.data_plane and "
+            "network.listen say which it has"
+        )
         for address in self._reach(member):
-            over = "tcp" if address == member.lanes_tcp else "shm"
+            over = _carrier(address) or "shm"
             # What goes on by itself needs no waiting for.
-            limit_s = min(timeout_s, _PENDING_TIMEOUT_S) if over == "tcp" else timeout_s
+            limit_s = timeout_s if over == "shm" else min(timeout_s, _PENDING_TIMEOUT_S)
             try:
                 self._plane.connect(member.id, address, member.incarnation, limit_s)
             except LaneRefused:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 from ep_kernels.plane import LaneShape, PlaneError
+from ep_kernels.planes import router_plane
 from ep_kernels.shm.layout import lay_out
-from ep_kernels.tcp.router import TcpRouterPlane
 
 from mesh.hosts import advertised, host_id
 from mesh.links import ServerLink
@@ -236,7 +236,8 @@ class Router:
         network = ctx.settings.network
         model = self._group.load(self._load_progress)
         try:
-            plane = TcpRouterPlane(
+            plane = router_plane(
+                network.data_plane,
                 ctx.id,
                 ctx.incarnation,
                 self._shape,

@@ -16,7 +16,6 @@ import torch
 from ep_kernels.plane import AnswerStatus, LaneLost, LaneShape
 from lane_peer import (
     CAPACITY,
-    DIGEST,
     HIDDEN,
     RING,
     TOP_K,

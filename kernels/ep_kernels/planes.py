@@ -1,0 +1,111 @@
+"""The data plane that a setting names. Imports of a plane what is chosen, and no more.
+
+``auto``, ``shm`` and ``tcp`` are one plane on a router, which takes the lanes that it is given
+addresses of; on an expert worker they differ by where it listens. Rows lie in host memory except
+with ``nccl``, where they lie on ``device``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
+
+import torch
+
+from ep_kernels.plane import LaneShape, PlaneError
+from ep_kernels.shm.expert import ShmExpertPlane
+from ep_kernels.shm.router import ShmRouterPlane
+from ep_kernels.tcp.expert import TcpExpertPlane
+from ep_kernels.tcp.router import TcpRouterPlane
+
+if TYPE_CHECKING:
+    from ep_kernels.group.backend import Backend
+
+Choice = Literal["auto", "shm", "tcp", "gloo", "nccl", "symm"]
+
+CPU: Final = torch.device("cpu")
+
+
+def router_plane(
+    choice: Choice,
+    router_id: str,
+    incarnation: int,
+    shape: LaneShape,
+    digest: str,
+    *,
+    silence_s: float,
+    device: torch.device = CPU,
+) -> ShmRouterPlane:
+    """``device``: where the router computes. Raises ``PlaneError``, which says what is missing."""
+    if choice in ("gloo", "nccl"):
+        from ep_kernels.group.router import GroupRouterPlane  # noqa: PLC0415 - where it is chosen
+
+        backend = _backend(choice, device)
+        return GroupRouterPlane(router_id, incarnation, shape, digest, backend, silence_s=silence_s)
+    if choice == "symm":
+        _check_triton()
+        from ep_kernels.triton.symm import SymmRouterPlane  # noqa: PLC0415 - the same
+
+        return SymmRouterPlane(router_id, incarnation, shape, digest)
+    return TcpRouterPlane(router_id, incarnation, shape, digest, silence_s=silence_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where an expert worker takes lanes: at the Unix socket ``path``, at the first free one of
+    ``ports`` of ``host``, or both; empty: not there. ``key`` lets routers in at a port.
+    """
+
+    path: str = ""
+    host: str = ""
+    ports: Iterable[int] = (0,)
+    key: bytes = field(default=b"", repr=False)
+
+
+def expert_plane(
+    choice: Choice,
+    expert_id: str,
+    incarnation: int,
+    hidden: int,
+    digest: str,
+    max_lanes: int,
+    *,
+    at: Listening,
+    silence_s: float,
+    device: torch.device = CPU,
+) -> ShmExpertPlane:
+    """``device``: where the expert worker computes. One that listens at a port is a
+    ``TcpExpertPlane``. Raises ``PlaneError``, which says what is missing.
+    """
+    if choice in ("gloo", "nccl"):
+        from ep_kernels.group.expert import GroupExpertPlane  # noqa: PLC0415 - where it is chosen
+
+        return GroupExpertPlane(
+            expert_id, incarnation, hidden, digest, max_lanes, backend=_backend(choice, device),
+            host=at.host, ports=at.ports, key=at.key, silence_s=silence_s,
+        )  # fmt: skip
+    if choice == "symm":
+        _check_triton()
+        from ep_kernels.triton.symm import SymmExpertPlane  # noqa: PLC0415 - the same
+
+        return SymmExpertPlane(expert_id, incarnation, at.path, hidden, digest, max_lanes)
+    if at.host:
+        return TcpExpertPlane(
+            expert_id, incarnation, at.path, hidden, digest, max_lanes,
+            host=at.host, ports=at.ports, key=at.key, silence_s=silence_s,
+        )  # fmt: skip
+    return ShmExpertPlane(expert_id, incarnation, at.path, hidden, digest, max_lanes)
+
+
+def _backend(choice: Choice, device: torch.device) -> Backend:
+    from ep_kernels.group.backend import GlooBackend, NcclBackend  # noqa: PLC0415 - where chosen
+
+    return NcclBackend(device) if choice == "nccl" else GlooBackend(device)
+
+
+def _check_triton() -> None:
+    try:
+        import triton  # noqa: F401, PLC0415 - where it is chosen
+    except ImportError as error:
+        raise PlaneError(f"the symm plane needs Triton: {error}") from error
