@@ -158,7 +158,8 @@ class GroupCarrier(Carrier):
                 limit_s = self._silence_s + rows.nbytes / _LEAST_BYTES_PER_S
                 self._too_late = monotonic() + limit_s
                 try:
-                    self._groups.receive(rows, limit_s)
+                    # ``tick`` looks at the limit; twice as long means that nobody ticks.
+                    self._groups.receive(rows, 2 * limit_s)
                 except RuntimeError as error:
                     self._lose(f"cannot receive: {first_line(error)}")
                     return

@@ -103,8 +103,8 @@ def test_numbers_are_accepted_where_words_are_choices(tmp_path: Path) -> None:
             r"network\.listen = '\*' .*network\.advertise",
         ),
         (
-            "[network]\ndata_plane = 'nccl'\n",
-            r"network\.data_plane = 'nccl' .*'auto', 'shm', 'tcp'",
+            "[network]\ndata_plane = 'udp'\n",
+            r"network\.data_plane = 'udp' .*'auto', 'shm', 'tcp', 'gloo', 'nccl', 'symm'",
         ),
         (
             "[mesh]\nplanner = 'tcp://10.0.0.1:1'\n[security]\nallow_insecure = true\n",

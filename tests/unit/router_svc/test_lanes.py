@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import structlog
 from ep_kernels.plane import LanePending, LaneRefused, PlaneError
@@ -26,12 +27,22 @@ WORKER = Member(
         ("shm", "there", [UNIX]),
         ("tcp", "here", [TCP]),
         ("tcp", "there", [TCP]),
+        ("symm", "there", [UNIX]),
+        ("gloo", "here", []),  # what the worker has at its port are other lanes
     ],
 )
 def test_shared_memory_inside_a_host_and_tcp_between_hosts(
     data_plane: DataPlane, host_id: str, addresses: list[str]
 ) -> None:
     assert list(reach(data_plane, host_id)(WORKER)) == addresses
+
+
+@pytest.mark.parametrize("carrier", ["gloo", "nccl"])
+def test_a_router_opens_lanes_of_the_kind_that_the_worker_has(carrier: DataPlane) -> None:
+    address = f"{carrier}://10.0.0.2:7100#aa"
+    worker = msgspec.structs.replace(WORKER, lanes="", lanes_tcp=address)
+    assert list(reach(carrier, "here")(worker)) == [address]
+    assert list(reach("auto", "there")(worker)) == []
 
 
 class Plane:

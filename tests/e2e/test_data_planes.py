@@ -1,0 +1,90 @@
+"""Whole meshes over the data planes that are chosen by name, against transformers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.meshes import Mesh
+from tests.support.oracle import Continuation, Oracle
+
+TOLERANCE = 1e-4
+STREAMS = 4
+
+
+def complete(mesh: Mesh, prompt: list[int], steps: int) -> dict[str, Any]:
+    body = {
+        "model": "deepseek", "prompt": prompt, "max_tokens": steps, "temperature": 0,
+        "logprobs": 1, "ignore_eos": True,
+    }  # fmt: skip
+    status, answer = mesh.post("/v1/completions", body)
+    assert status == 200, answer
+    return dict(answer["choices"][0]["logprobs"])
+
+
+def check(got: dict[str, Any], want: Continuation) -> None:
+    assert len(got["token_logprobs"]) == len(want.tokens)
+    for step, token in enumerate(want.tokens):
+        assert abs(got["token_logprobs"][step] - float(want.logprobs[step][token])) <= TOLERANCE
+
+
+def prompt_of(stream: int) -> list[int]:
+    return [stream + 8, 40, 90]
+
+
+def test_over_gloo_tokens_are_right_and_a_killed_worker_costs_none(tiny_deepseek: Path) -> None:
+    oracle = Oracle(tiny_deepseek)
+    steps = 150
+    wanted = [oracle.greedy(prompt_of(stream), steps) for stream in range(STREAMS)]
+    planes = {"network__data_plane": "gloo", "network__listen": "127.0.0.1"}
+    with Mesh(tiny_deepseek, experts=2, **planes) as mesh:
+        check(complete(mesh, prompt_of(0), 8), oracle.greedy(prompt_of(0), 8))
+        router_log = mesh.run_dir / "logs" / "router-0.log"
+        assert router_log.read_text().count('"over":"gloo"') == 2
+        pid = next(m["pid"] for m in mesh.members("expert") if m["id"] == "expert-1")
+        with ThreadPoolExecutor(STREAMS) as pool:
+            running = [
+                pool.submit(complete, mesh, prompt_of(stream), steps) for stream in range(STREAMS)
+            ]
+            mesh.wait_for(lambda: running_requests(mesh) == STREAMS, "all to run")
+            os.kill(pid, signal.SIGKILL)
+            got = [future.result() for future in running]
+        for one, want in zip(got, wanted, strict=True):
+            check(one, want)
+        # The death came while it mattered, and cost the lane of one worker.
+        log = router_log.read_text()
+        assert "lane.lost peer=expert-1" in log
+        assert "lane.lost peer=expert-0" not in log
+        mesh.wait_for(lambda: came_back(mesh, pid), "expert-1 to come back")
+        mesh.wait_for(
+            lambda: router_log.read_text().count('"over":"gloo"') == 3, "a lane to its heir"
+        )
+        check(complete(mesh, prompt_of(1), 8), oracle.greedy(prompt_of(1), 8))
+
+
+def test_over_symmetric_memory_in_the_interpreter_tokens_are_right(tiny_deepseek: Path) -> None:
+    pytest.importorskip("triton")
+    want = Oracle(tiny_deepseek).greedy(prompt_of(0), 4)
+    interpreting = {"TRITON_INTERPRET": "1"}
+    with Mesh(
+        tiny_deepseek, experts=2, network__data_plane="symm", environment=interpreting
+    ) as mesh:
+        check(complete(mesh, prompt_of(0), 4), want)
+
+
+def running_requests(mesh: Mesh) -> float:
+    _status, page = mesh.get("/metrics")
+    name = "moemesh_num_requests_running "
+    return next(float(line.split()[1]) for line in page.splitlines() if line.startswith(name))
+
+
+def came_back(mesh: Mesh, old_pid: int) -> bool:
+    return any(
+        member["id"] == "expert-1" and member["pid"] != old_pid and member["state"] == "ready"
+        for member in mesh.members("expert")
+    )
