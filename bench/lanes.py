@@ -1,14 +1,14 @@
-"""Round trip and bandwidth of the lanes between real processes, in shared memory and over TCP.
+"""Round trip and bandwidth of the lanes between real processes, by data plane.
 
-    python bench/lanes.py [--plane shm,tcp] [--experts 2] [--tokens 1,256] [--hidden 192]
+    python bench/lanes.py [--plane shm,tcp,gloo] [--experts 2] [--tokens 1,256] [--hidden 192]
                           [--spin-us 30] [--busy] [--work-us 0] [--rounds 2000]
 
 One router sends a part to every expert worker and waits for all answers: that is one round, as in
 a decode step's layer. ``--work-us`` makes each expert worker compute that long before it answers.
 ``--busy`` puts one busy process on each core. Prints one JSON object a line: microseconds from
 the first send to the last answer (p50, p99), what a send and a poll cost the router, and the bytes
-of activations that went out and came back a second; then how the planes compare. TCP goes over the
-loopback interface, which is the network at its best: a real one adds its own delay.
+of activations that went out and came back a second; then how the planes compare. TCP and gloo go
+over the loopback interface, which is the network at its best: a real one adds its own delay.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from ep_kernels.group import GlooBackend, GroupExpertPlane, GroupRouterPlane
 from ep_kernels.plane import AnswerStatus, LaneShape, Part
 from ep_kernels.shm import ShmExpertPlane
 from ep_kernels.tcp import TcpExpertPlane, TcpRouterPlane
@@ -40,6 +41,12 @@ def open_plane(kind: str, path: str, hidden: int, spin_us: int) -> tuple[ShmExpe
     name, spin_ns = Path(path).name, spin_us * 1000
     if kind == "shm":
         return ShmExpertPlane(name, 1, path, hidden, "bench", spin_ns=spin_ns), path
+    if kind == "gloo":
+        group = GroupExpertPlane(
+            name, 1, hidden, "bench", backend=GlooBackend(), host="127.0.0.1", key=KEY,
+            spin_ns=spin_ns,
+        )  # fmt: skip
+        return group, f"gloo://127.0.0.1:{group.port}#{KEY.hex()}"
     plane = TcpExpertPlane(name, 1, "", hidden, "bench", host="127.0.0.1", key=KEY, spin_ns=spin_ns)
     return plane, f"tcp://127.0.0.1:{plane.port}#{KEY.hex()}"
 
@@ -119,13 +126,13 @@ def run(
         start(expert, kind, str(Path(run_dir, name)), args.hidden, spin_us, args.work_us)
     for _ in range(os.cpu_count() or 1 if args.busy else 0):
         start(burn)
-    plane = TcpRouterPlane(
-        "r0",
-        1,
-        LaneShape(args.hidden, TOP_K, max(16, tokens), 4),
-        "bench",
-        spin_ns=spin_us * 1000,
-    )
+    shape = LaneShape(args.hidden, TOP_K, max(16, tokens), 4)
+    spin_ns = spin_us * 1000
+    plane: TcpRouterPlane
+    if kind == "gloo":
+        plane = GroupRouterPlane("r0", 1, shape, "bench", GlooBackend(), spin_ns=spin_ns)
+    else:
+        plane = TcpRouterPlane("r0", 1, shape, "bench", spin_ns=spin_ns)
     try:
         said = []
         for _, pipe in children:
@@ -180,10 +187,11 @@ def main() -> None:
                 results[kind] = run(args, kind, tokens, spin_us, run_dir)
             shown = {"plane": kind, "tokens": tokens, **fixed, "spin_us": spin_us}
             print(json.dumps(shown | results[kind]), flush=True)
-        if {"shm", "tcp"} <= results.keys():
-            shm, tcp = results["shm"], results["tcp"]
+        if len(results) > 1:
+            first, *others = results
             ratios = {
-                f"tcp_to_shm_{key}": round(tcp[key] / shm[key], 2)
+                f"{other}_to_{first}_{key}": round(results[other][key] / results[first][key], 2)
+                for other in others
                 for key in ("trip_p50_us", "trip_p99_us", "mb_per_s")
             }
             print(json.dumps({"tokens": tokens, "spin_us": spin_us} | ratios), flush=True)

@@ -33,7 +33,7 @@ def findings(machine: Machine, settings: Settings) -> tuple[Finding, ...]:
         *_system(machine, settings),
         *_torch(machine),
         *_gpus(machine),
-        *_planes(machine),
+        *_planes(machine, settings),
         *_limits(machine, settings),
     )
 
@@ -179,7 +179,8 @@ def _peers(torch: Torch) -> Finding:
     )
 
 
-def _planes(machine: Machine) -> Iterator[Finding]:
+def _planes(machine: Machine, settings: Settings) -> Iterator[Finding]:
+    chosen = settings.network.data_plane
     if machine.memfd:
         yield Finding(
             about="lanes in shared memory",
@@ -194,20 +195,46 @@ def _planes(machine: Machine) -> Iterator[Finding]:
     torch = machine.torch
     if torch is None:
         return
-    reason = "" if torch.gpus else "no GPU" if not machine.driver else "torch sees no GPU"
+    if "gloo" in machine.planes:
+        yield _plane(
+            "lanes over gloo",
+            "" if torch.gloo else "torch has no gloo",
+            "between hosts, where they are chosen; over TCP they are faster",
+            f"pip install 'moemesh[{_extra(machine)}]'",
+            chosen=chosen == "gloo",
+        )
     if "nccl" in machine.planes:
-        why = reason or ("" if torch.nccl else "torch has no NCCL")
-        yield _plane("lanes over NCCL", why, f"NCCL {torch.nccl}")
+        reason = "no GPU" if not machine.driver else "torch sees no GPU"
+        why = "" if torch.nccl else "torch has no NCCL" if torch.gpus else reason
+        yield _plane(
+            "lanes over NCCL",
+            why,
+            f"NCCL {torch.nccl}, where they are chosen, between processes that compute on GPUs",
+            f"pip install 'moemesh[{_extra(machine)}]'" if machine.driver else "",
+            chosen=chosen == "nccl",
+        )
     if "symm" in machine.planes:
-        apart = len(torch.gpus) > 1 and not any(any(row) for row in torch.peers)
-        why = reason or ("no GPU reads another's memory" if apart else "")
-        yield _plane("lanes in symmetric memory", why, "where GPUs have peer access")
+        yield _plane(
+            "lanes in symmetric memory",
+            "" if "triton" in machine.packages else "Triton is not installed",
+            "in Triton's interpreter (TRITON_INTERPRET=1) on this host, where they are chosen",
+            f"pip install 'moemesh[{_extra(machine)}]'" if machine.driver else "pip install triton",
+            chosen=chosen == "symm",
+        )
 
 
-def _plane(about: str, why_not: str, found: str) -> Finding:
-    if why_not:
-        return Finding(about=about, verdict="note", found=f"none: {why_not}")
-    return _ok(about, found)
+def _plane(about: str, why_not: str, found: str, advice: str, *, chosen: bool) -> Finding:
+    if not why_not:
+        return _ok(about, found)
+    if chosen:
+        other = "network.data_plane = auto"
+        return Finding(
+            about=about,
+            verdict="fault",
+            found=f"none, and network.data_plane asks for them: {why_not}",
+            advice=f"{advice}, or {other}" if advice else other,
+        )
+    return Finding(about=about, verdict="note", found=f"none: {why_not}", advice=advice)
 
 
 def _limits(machine: Machine, settings: Settings) -> Iterator[Finding]:

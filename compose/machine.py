@@ -17,7 +17,14 @@ from pathlib import Path
 import msgspec
 
 _TORCH_S = 120.0
-_PLANES = ("shm", "tcp", "nccl", "symm")
+_PLANES = {
+    "shm": "ep_kernels.shm",
+    "tcp": "ep_kernels.tcp",
+    "gloo": "ep_kernels.group",
+    "nccl": "ep_kernels.group",
+    "symm": "ep_kernels.triton",
+}
+"""Data planes and what has them."""
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -40,7 +47,9 @@ class Torch(msgspec.Struct, frozen=True, kw_only=True):
     cpu: str = ""
     """Widest instructions that it uses: DEFAULT, AVX2, AVX512."""
     fp16_packed: bool = False
+    gloo: bool = False
     nccl: str = ""
+    """Version; empty where there is none, or no GPU that it could serve."""
     gpus: tuple[Gpu, ...] = ()
     peers: tuple[tuple[bool, ...], ...] = ()
     """``peers[a][b]``: GPU a reads the memory of GPU b."""
@@ -90,7 +99,7 @@ def look() -> Machine:
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         memfd=_memfd_fault(),
         libraries_missing=tuple(_libraries_missing()),
-        planes=tuple(name for name in _PLANES if find_spec(f"ep_kernels.{name}") is not None),
+        planes=tuple(name for name, home in _PLANES.items() if find_spec(home) is not None),
         compiler=next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), "") or "",
         driver=_driver(),
         packages=dict(_packages("triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")),

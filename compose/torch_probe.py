@@ -17,13 +17,15 @@ def probe() -> dict[str, object]:
         "version": str(torch.__version__),
         "cuda": torch.version.cuda or "",
         "cpu": torch.backends.cpu.get_cpu_capability(),
+        "gloo": torch.distributed.is_available() and torch.distributed.is_gloo_available(),
         "fp16_packed": "fbgemm" in torch.backends.quantized.supported_engines,
     }
     if not torch.cuda.is_available():
         return found
     count = torch.cuda.device_count()
-    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch has no types there
-    found["nccl"] = ".".join(map(str, version))
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # it has no types
+        found["nccl"] = ".".join(map(str, version))
     found["gpus"] = [
         {
             "name": properties.name,

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 _ABORT_TAG: Final = 1
 """Of no message; rows have 0."""
 _AT_ONCE: Final = timedelta(milliseconds=1)
+_FIRST_PAUSE_S: Final = 2e-5
+_LONGEST_PAUSE_S: Final = 1e-3
 
 _QUIET_NCCL: Final = {
     # A failed or late operation costs its lane. By default torch ends the whole process.
@@ -153,11 +156,17 @@ class NcclBackend:
         ):
             yield
 
-    def finish(self, work: Work, timeout_s: float) -> None:  # noqa: ARG002 - the lane gives up
-        work.wait()  # makes the stream wait
-        arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    def finish(self, work: Work, timeout_s: float) -> None:
+        work.wait()  # makes the thread's stream wait, not the thread
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        arrived.synchronize()
+        deadline, pause_s = monotonic() + timeout_s, _FIRST_PAUSE_S
+        # No call of CUDA waits for an event with a time-out.
+        while not arrived.query():
+            if monotonic() > deadline:
+                raise RuntimeError(f"nothing came in {timeout_s:g} s")
+            sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def give_up(self, group: Any, peer: int) -> None:  # noqa: ARG002
         group.abort()

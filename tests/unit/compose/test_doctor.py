@@ -9,7 +9,7 @@ import pytest
 
 from compose.doctor import Finding, findings
 from compose.machine import Gpu, Machine, Torch, look
-from mesh.settings import GatewaySettings, MeshSettings, Settings
+from mesh.settings import DataPlane, GatewaySettings, MeshSettings, NetworkSettings, Settings
 
 H200 = Gpu(name="H200", memory_bytes=141 << 30, capability="9.0")
 CPU = Machine(
@@ -21,8 +21,8 @@ CPU = Machine(
     shm_bytes=64 << 20,
     open_files=65536,
     locked_memory=8 << 20,
-    planes=("shm", "tcp", "nccl", "symm"),
-    torch=Torch(version="2.13.0", cpu="AVX2", fp16_packed=True),
+    planes=("shm", "tcp", "gloo", "nccl", "symm"),
+    torch=Torch(version="2.13.0", cpu="AVX2", gloo=True, fp16_packed=True),
 )
 GPU = msgspec.structs.replace(
     CPU,
@@ -32,7 +32,7 @@ GPU = msgspec.structs.replace(
     locked_memory=-1,
     packages={"triton": "3.6.0", "nvidia-nccl-cu13": "2.28"},
     torch=Torch(
-        version="2.11.0", cuda="13.0", cpu="AVX512", fp16_packed=True, nccl="2.28.9",
+        version="2.11.0", cuda="13.0", cpu="AVX512", gloo=True, fp16_packed=True, nccl="2.28.9",
         gpus=(H200, H200), peers=((False, True), (True, False)),
     ),
 )  # fmt: skip
@@ -60,7 +60,29 @@ def test_a_machine_without_gpus_serves_through_shared_memory_and_tcp() -> None:
     found = diagnosed(CPU)
     assert found["lanes in shared memory"].verdict == "ok"
     assert found["lanes over TCP"].verdict == "ok"
+    assert found["lanes over gloo"].verdict == "ok"
     assert found["lanes over NCCL"].found == "none: no GPU"
+    assert found["lanes in symmetric memory"].found == "none: Triton is not installed"
+
+
+@pytest.mark.parametrize(
+    ("machine", "plane", "about", "words"),
+    [
+        (CPU, "nccl", "lanes over NCCL", "network.data_plane = auto"),
+        (GPU, "nccl", "lanes over NCCL", ""),
+        (torch_with(GPU, nccl=""), "nccl", "lanes over NCCL", "moemesh[gpu-cu13]"),
+        (torch_with(CPU, gloo=False), "gloo", "lanes over gloo", "moemesh[cpu]"),
+        (CPU, "symm", "lanes in symmetric memory", "pip install triton"),
+        (GPU, "symm", "lanes in symmetric memory", ""),
+    ],
+)
+def test_a_plane_that_is_chosen_and_cannot_work_is_a_fault(
+    machine: Machine, plane: DataPlane, about: str, words: str
+) -> None:
+    found = diagnosed(machine, Settings(network=NetworkSettings(data_plane=plane)))[about]
+    assert found.verdict == ("fault" if words else "ok")
+    assert words in found.advice
+    assert diagnosed(machine)[about].verdict == ("note" if words else "ok")
 
 
 def test_planes_that_this_version_lacks_are_not_spoken_of() -> None:
@@ -71,10 +93,9 @@ def test_gpus_are_told_with_what_they_reach() -> None:
     found = diagnosed(GPU)
     assert "0: H200, 141 GiB, sm_90; 1: H200" in found["GPUs"].found
     assert found["peer access"].verdict == "ok"
-    assert found["lanes over NCCL"].found == "NCCL 2.28.9"
+    assert found["lanes over NCCL"].found.startswith("NCCL 2.28.9")
     apart = diagnosed(torch_with(GPU, peers=((False, False), (False, False))))
     assert "none between 0-1" in apart["peer access"].found
-    assert apart["lanes in symmetric memory"].found == "none: no GPU reads another's memory"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +142,8 @@ def test_this_machine_runs_what_these_tests_run(capsys, monkeypatch) -> None:
     machine = look()
     assert machine.torch is not None
     assert machine.torch.version.startswith("2.")
-    assert "shm" in machine.planes
+    assert set(machine.planes) == {"shm", "tcp", "gloo", "nccl", "symm"}
+    assert machine.torch.gloo
     assert not machine.memfd
     assert not machine.libraries_missing
     monkeypatch.setattr("compose.commands.doctor.look", lambda: machine)
