@@ -11,7 +11,10 @@ Layers, each importing only those above it:
     bundle        one expert as bytes, to travel to another process
     shadow        one token that an expert computes before it may serve
     shm           the plane for processes of one host: lanes in shared memory
+    tcp           the plane between hosts: lanes over TCP
+    group         the planes over torch.distributed: gloo and NCCL
     triton        the same work on a GPU: kernels with their ahead-of-time compilation
+    planes        the plane that a setting names
 
 Importing this package imports nothing; each process imports the modules that it needs.
 """

@@ -1,4 +1,4 @@
-"""The data plane that a setting names. Imports of a plane what is chosen, and no more.
+"""The data plane that a setting names; gloo, NCCL and Triton are imported where they are chosen.
 
 ``auto``, ``shm`` and ``tcp`` are one plane on a router, which takes the lanes that it is given
 addresses of; on an expert worker they differ by where it listens. Rows lie in host memory except
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
@@ -105,7 +106,5 @@ def _backend(choice: Choice, device: torch.device) -> Backend:
 
 
 def _check_triton() -> None:
-    try:
-        import triton  # noqa: F401, PLC0415 - where it is chosen
-    except ImportError as error:
-        raise PlaneError(f"the symm plane needs Triton: {error}") from error
+    if find_spec("triton") is None:
+        raise PlaneError("the symm plane needs Triton, which is not installed")

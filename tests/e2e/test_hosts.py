@@ -68,6 +68,30 @@ def test_hosts_that_share_nothing_but_a_network_serve_the_right_tokens(
 
 
 @pytest.mark.soak
+def test_over_gloo_hosts_serve_the_right_tokens_and_a_cut_costs_none(
+    hosts: Hosts, tmp_path: Path, tiny_deepseek: Path, wanted: list[Any]
+) -> None:
+    quick = {
+        "network__data_plane": "gloo",
+        "network__lane_silence_ms": 1_000,
+        "planner__dead_after_ms": 60_000,
+    }
+    with WideMesh(hosts, tmp_path, tiny_deepseek, ("near", "far"), **quick) as mesh:
+        assert same(mesh.complete(0, TOKENS), wanted[0])
+        assert mesh.log("router-0").count('"over":"gloo"') == 2
+        with ThreadPoolExecutor(STREAMS) as pool:
+            running = [pool.submit(mesh.complete, seed, TOKENS) for seed in range(STREAMS)]
+            mesh.wait_for(lambda: mesh.figure("num_requests_running") == STREAMS, "all to run")
+            hosts.cut("far")
+            mesh.wait_for(lambda: "gone silent" in mesh.log("router-0"), "the lane to be lost")
+            hosts.restore("far")
+            got = [future.result() for future in running]
+        for one, want in zip(got, wanted, strict=True):
+            assert same(one, want)
+        assert "lane.lost peer=expert-0" not in mesh.log("router-0")
+
+
+@pytest.mark.soak
 def test_a_host_that_never_comes_back_costs_its_capacity_only(
     hosts: Hosts, tmp_path: Path, tiny_deepseek: Path, wanted: list[Any]
 ) -> None:

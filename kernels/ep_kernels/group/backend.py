@@ -162,7 +162,7 @@ class NcclBackend:
         arrived.record()
         deadline, pause_s = monotonic() + timeout_s, _FIRST_PAUSE_S
         # No call of CUDA waits for an event with a time-out.
-        while not arrived.query():
+        while not arrived.query():  # type: ignore[no-untyped-call]
             if monotonic() > deadline:
                 raise RuntimeError(f"nothing came in {timeout_s:g} s")
             sleep(pause_s)
