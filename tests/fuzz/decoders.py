@@ -127,6 +127,16 @@ def _tcp_offer(data: bytes) -> object:
     return tcp_handshake.read_offer(head, data[len(head) :], b"key", b"challenged")
 
 
+def _lane_value(data: bytes) -> object:
+    """As one end of a lane says it that knows the key and is wrong in the head."""
+    session = tcp_handshake.Session(b"key", b"challenged", bytes(16))
+    message = tcp_handshake._pack(
+        tcp_handshake._VALUE_OF[True], data, session.key, session.challenged, session.own
+    )
+    head, body = message[: tcp_handshake.HEAD_BYTES], message[tcp_handshake.HEAD_BYTES :]
+    return tcp_handshake.read_value(head, body, session, of_router=True)
+
+
 def _curve(path: Path) -> object:
     security = SecuritySettings(
         curve_dir=str(path.parent), key_file=str(path), allow_file=str(path)
@@ -196,6 +206,7 @@ DECODERS: dict[str, Decoder] = {
         (PlaneError,),
         [tcp_handshake.pack_offer(b"body", b"key", b"challenged", bytes(16))],
     ),
+    "lane-value": Decoder(_lane_value, (PlaneError,), [b"\7\0out/0/0value"]),
     "safetensors": Decoder(
         _as_file(read_header, "model.safetensors"),
         (CheckpointError,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 import torch
 from ep_kernels.group import GlooBackend, GroupExpertPlane, GroupRouterPlane, NcclBackend
 from ep_kernels.group.backend import PlaneUnavailableError
+from ep_kernels.group.memory import GroupMemory
 from ep_kernels.group.rendezvous import Groups
 from ep_kernels.group.router import GroupDial
 from ep_kernels.plane import AnswerStatus, LaneShape, PlaneError
@@ -221,6 +223,22 @@ def test_an_opening_is_ended_by_the_planes_end(tmp_path):
     pair.close()
     assert threading.active_count() == before
     link.close()
+
+
+def test_no_memory_of_a_lost_lane_is_kept():
+    def memories():
+        gc.collect()
+        return sum(type(one) is GroupMemory for one in gc.get_objects())
+
+    before = memories()
+    expert = GroupExpertPlane(
+        "e0", 5, HIDDEN, DIGEST, backend=GlooBackend(), host="127.0.0.1", key=KEY, silence_s=0.4
+    )
+    peer = ByHand(f"gloo://127.0.0.1:{expert.port}#{KEY.hex()}")
+    assert memories() == before + 1
+    peer.link.close()
+    until(lambda: memories() == before)
+    expert.close()
 
 
 def test_messages_of_many_megabytes_pass_while_others_wait():

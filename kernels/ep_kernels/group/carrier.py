@@ -197,6 +197,13 @@ class GroupCarrier(Carrier):
         return []
 
 
+def forget_ended(carriers: list[GroupCarrier]) -> None:
+    """Keep no memory of lanes that are gone. Others may append meanwhile."""
+    for carrier in tuple(carriers):
+        if carrier.ended:
+            carriers.remove(carrier)
+
+
 def join_all(carriers: list[GroupCarrier]) -> None:
     """Wait a moment for the end of lanes that are closed, and forget them."""
     deadline = monotonic() + _END_S

@@ -11,7 +11,7 @@ from time import monotonic
 from typing import ClassVar
 
 from ep_kernels.group.backend import Backend
-from ep_kernels.group.carrier import GroupCarrier, join_all
+from ep_kernels.group.carrier import GroupCarrier, forget_ended, join_all
 from ep_kernels.group.memory import GroupMemory, lay_out
 from ep_kernels.group.rendezvous import Groups, LaneStore, admission, meet
 from ep_kernels.plane import PlaneError
@@ -96,6 +96,10 @@ class GroupExpertPlane(TcpExpertPlane):
         self._meetings.clear()
         join_all(self._carriers)
 
+    def _tick(self) -> None:
+        super()._tick()
+        forget_ended(self._carriers)
+
     def _take(self, connection: socket.socket, offer: Offer, session: Session) -> None:
         self._examine(offer)
         self._free_sender(offer)
@@ -167,7 +171,7 @@ class GroupExpertPlane(TcpExpertPlane):
                 self._backend,
                 self._silence_s,
             )
-            self._carriers = [*(other for other in self._carriers if not other.ended), carrier]
+            self._carriers.append(carrier)
             return carrier
 
         self._open_lane(connection, offer, sender, carry, admission(meeting.session))

@@ -6,7 +6,7 @@ import socket
 from typing import ClassVar
 
 from ep_kernels.group.backend import Backend
-from ep_kernels.group.carrier import GroupCarrier, join_all
+from ep_kernels.group.carrier import GroupCarrier, forget_ended, join_all
 from ep_kernels.group.memory import GroupMemory
 from ep_kernels.group.rendezvous import Groups, LaneStore, admitted, meet
 from ep_kernels.plane import LaneRefused, LaneShape, PlaneError
@@ -75,6 +75,10 @@ class GroupRouterPlane(TcpRouterPlane):
         super().close()
         join_all(self._carriers)
 
+    def _tick(self) -> None:
+        super()._tick()
+        forget_ended(self._carriers)
+
     def _new_dial(self, address: LaneAddress, offer: Offer) -> Dial:
         return GroupDial(address, offer, self._silence_s, self._backend)
 
@@ -98,5 +102,5 @@ class GroupRouterPlane(TcpRouterPlane):
             self._backend,
             self._silence_s,
         )
-        self._carriers = [*(other for other in self._carriers if not other.ended), carrier]
+        self._carriers.append(carrier)
         return carrier
