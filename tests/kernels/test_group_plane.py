@@ -131,7 +131,7 @@ def test_rows_that_were_announced_and_do_not_come_cost_their_lane_only(caplog):
         return expert.peers() == ["r0"]
 
     until(dropped)
-    assert "lane.lost router=r9: rows were announced and did not come" in caplog.text
+    until(lambda: "lost router=r9: rows were announced and did not come" in caplog.text)
     assert expert.poll() == []
     part = part_of(2)
     router.try_send("e0", part)
