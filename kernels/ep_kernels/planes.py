@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
+import torch.distributed
 
 from ep_kernels.plane import LaneShape, PlaneError
 from ep_kernels.shm.expert import ShmExpertPlane
@@ -40,9 +41,9 @@ def router_plane(
 ) -> ShmRouterPlane:
     """``device``: where the router computes. Raises ``PlaneError``, which says what is missing."""
     if choice in ("gloo", "nccl"):
+        backend = _backend(choice, device)
         from ep_kernels.group.router import GroupRouterPlane  # noqa: PLC0415 - where it is chosen
 
-        backend = _backend(choice, device)
         return GroupRouterPlane(router_id, incarnation, shape, digest, backend, silence_s=silence_s)
     if choice == "symm":
         _check_triton()
@@ -80,10 +81,11 @@ def expert_plane(
     ``TcpExpertPlane``. Raises ``PlaneError``, which says what is missing.
     """
     if choice in ("gloo", "nccl"):
+        backend = _backend(choice, device)
         from ep_kernels.group.expert import GroupExpertPlane  # noqa: PLC0415 - where it is chosen
 
         return GroupExpertPlane(
-            expert_id, incarnation, hidden, digest, max_lanes, backend=_backend(choice, device),
+            expert_id, incarnation, hidden, digest, max_lanes, backend=backend,
             host=at.host, ports=at.ports, key=at.key, silence_s=silence_s,
         )  # fmt: skip
     if choice == "symm":
@@ -100,6 +102,11 @@ def expert_plane(
 
 
 def _backend(choice: Choice, device: torch.device) -> Backend:
+    if not torch.distributed.is_available():
+        raise PlaneError(
+            f"the {choice} plane needs torch.distributed, which torch {torch.__version__} is built "
+            "without"
+        )
     from ep_kernels.group.backend import GlooBackend, NcclBackend  # noqa: PLC0415 - where chosen
 
     return NcclBackend(device) if choice == "nccl" else GlooBackend(device)

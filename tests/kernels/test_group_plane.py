@@ -101,6 +101,13 @@ def test_a_torch_without_nccl_is_told_what_to_install():
         NcclBackend(torch.device("cuda", 0))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_machine_without_a_gpu_is_told_so(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    with pytest.raises(PlaneUnavailableError, match="needs a GPU, and torch sees none"):
+        NcclBackend(torch.device("cuda", 0))
+
+
 def test_gloo_carries_no_memory_of_a_gpu():
     with pytest.raises(PlaneUnavailableError, match="not on cuda:0: nccl is the plane for GPUs"):
         GlooBackend(torch.device("cuda", 0))

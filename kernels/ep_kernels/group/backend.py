@@ -82,7 +82,7 @@ class GlooBackend:
                 f"the gloo plane carries rows in host memory, not on {self.device}: "
                 "nccl is the plane for GPUs"
             )
-        if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        if not torch.distributed.is_gloo_available():
             raise PlaneUnavailableError(f"torch {torch.__version__} has no gloo")
         self._listeners: dict[str, Any] = {}
 
@@ -125,7 +125,7 @@ class NcclBackend:
     limit_s: Final = 60.0
 
     def __init__(self, device: torch.device) -> None:
-        if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        if not torch.distributed.is_nccl_available():
             raise PlaneUnavailableError(
                 f"the nccl plane needs NCCL, and torch {torch.__version__} is built without: "
                 "install moemesh[gpu-cu12] or moemesh[gpu-cu13]"
