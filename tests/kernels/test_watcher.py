@@ -38,6 +38,18 @@ def test_a_lane_whose_peer_died_is_kept_alive_no_longer() -> None:
     watcher.close()
 
 
+def test_calls_come_one_after_another_on_its_thread_until_it_is_closed() -> None:
+    watcher = Watcher("test")
+    made: list[str] = []
+    for count in range(1, 21):
+        watcher.call(lambda: made.append(threading.current_thread().name))
+        _until(lambda count=count: len(made) == count)  # type: ignore[misc]
+    assert made == ["test"] * 20
+    watcher.close()
+    watcher.call(lambda: made.append("late"))
+    assert len(made) == 20
+
+
 def _until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 10.0
     while not condition():

@@ -107,7 +107,8 @@ class GlooBackend:
 
     def give_up(self, group: Any, peer: int) -> None:
         """An operation that runs out of time closes the group's connection, which ends whatever
-        waits for it; gloo's own abort does nothing.
+        waits for it; gloo's own abort does nothing. Of a connection that broke in the middle of
+        some rows gloo tells nobody who waits for them: that wait ends by its own time-out.
         """
         with contextlib.suppress(RuntimeError):
             group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(_AT_ONCE)

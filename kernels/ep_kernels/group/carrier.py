@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_LEAST_BYTES_PER_S: Final = 1_000_000
+_LEAST_BYTES_PER_S: Final = 4_000_000
 """Rows that come more slowly than this, and not within the silence that a lane may keep, are given
 up."""
 
@@ -158,8 +158,8 @@ class GroupCarrier(Carrier):
                 limit_s = self._silence_s + rows.nbytes / _LEAST_BYTES_PER_S
                 self._too_late = monotonic() + limit_s
                 try:
-                    # ``tick`` looks at the limit; twice as long means that nobody ticks.
-                    self._groups.receive(rows, 2 * limit_s)
+                    # ``tick`` looks at the limit. What it cannot end ends by itself soon after.
+                    self._groups.receive(rows, limit_s + self._silence_s / 2)
                 except RuntimeError as error:
                     self._lose(f"cannot receive: {first_line(error)}")
                     return
