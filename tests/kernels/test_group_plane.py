@@ -205,6 +205,19 @@ def test_a_value_that_the_lane_key_did_not_make_ends_the_opening(pair, caplog):
     exchange(pair)
 
 
+def test_a_router_is_told_why_the_worker_could_not_make_its_groups(pair, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no more descriptors\nand a trace")
+
+    backend = GlooBackend()
+    monkeypatch.setattr(backend, "make", fail)
+    expert = GroupExpertPlane("e1", 5, HIDDEN, DIGEST, backend=backend, host="127.0.0.1", key=KEY)
+    with pytest.raises(PlaneError, match=r"e1 at .*: the expert worker has given up: gloo: no mor"):
+        pair.router.connect("e1", f"gloo://127.0.0.1:{expert.port}#{KEY.hex()}", 5, DEADLINE_S)
+    assert pair.router.peers() == {"e0": 5}
+    expert.close()
+
+
 def test_a_router_that_makes_no_groups_holds_up_nobody(tmp_path):
     before = threading.active_count()
     pair = Pair(tmp_path, "gloo")

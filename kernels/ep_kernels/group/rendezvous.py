@@ -37,20 +37,25 @@ class LaneStore(Store):
         self._connection: socket.socket | None = connection
         self._session = session
         self._deadline = deadline
-        self._of_router = of_router
+        self.of_router = of_router
         self._values: dict[str, bytes] = {}
         self._received = 0
         self.error: Exception | None = None
         """What a call raised; through a group's constructor it comes as something else."""
 
     def set(self, key: str, value: bytes | str) -> None:
+        """Raises ``OSError``."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._values[key] = data
-        if self._connection is not None:
+        if self._connection is None:
+            return
+        message = handshake.pack_value(self._session, key, data, of_router=self.of_router)
+        try:
             self._connection.settimeout(max(1e-3, self._deadline - monotonic()))
-            self._connection.sendall(
-                handshake.pack_value(self._session, key, data, of_router=self._of_router)
-            )
+            self._connection.sendall(message)
+        except OSError as error:
+            self.error = error
+            raise
 
     def get(self, key: str) -> bytes:
         """Raises ``PlaneError``, ``OSError``, ``EOFError``."""
@@ -83,7 +88,9 @@ class LaneStore(Store):
         head = handshake.receive_exactly(connection, handshake.HEAD_BYTES, self._deadline)
         size = handshake.body_bytes(head)
         body = handshake.receive_exactly(connection, size, self._deadline)
-        key, value = handshake.read_value(head, body, self._session, of_router=not self._of_router)
+        key, value = handshake.read_value(head, body, self._session, of_router=not self.of_router)
+        if key == _OPENED != wanted:
+            raise PlaneError(f"the expert worker has given up: {value.decode(errors='replace')}")
         self._values[key] = value
 
 
@@ -94,7 +101,7 @@ class Groups:
 
     def __init__(self, backend: Backend, store: LaneStore, out: Any, back: Any) -> None:
         self._backend = backend
-        self._peer = _EXPERT if store._of_router else _ROUTER  # noqa: SLF001 - of this file
+        self._peer = _EXPERT if store.of_router else _ROUTER
         self._sends, self._receives = (out, back) if self._peer == _EXPERT else (back, out)
         self._store = store  # the groups may ask it as long as they are there
 
@@ -120,7 +127,7 @@ def meet(backend: Backend, store: LaneStore, connection: socket.socket, deadline
     ``deadline`` at most. Raises ``PlaneError``, ``OSError``, ``EOFError``, ``TimeoutError``.
     """
     host = connection.getsockname()[0]
-    at_router = store._of_router  # noqa: SLF001
+    at_router = store.of_router
     rank = _ROUTER if at_router else _EXPERT
     try:
         out, back = (
