@@ -132,21 +132,13 @@ class TimedModel:
         self._times.layers.computed(layer, took_ns)
         return h
 
-    def ffn_input(self, layer: int, h: torch.Tensor) -> torch.Tensor:
+    def gate(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         started = perf_counter_ns()
-        x = self._model.ffn_input(layer, h)
+        gated = self._model.gate(layer, h)
         took_ns = perf_counter_ns() - started
         self._times.gate_ns += took_ns
         self._times.layers.computed(layer, took_ns)
-        return x
-
-    def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        started = perf_counter_ns()
-        routed = self._model.route(layer, x)
-        took_ns = perf_counter_ns() - started
-        self._times.gate_ns += took_ns
-        self._times.layers.computed(layer, took_ns)
-        return routed
+        return gated
 
     def shared(self, layer: int, x: torch.Tensor) -> torch.Tensor | None:
         started = perf_counter_ns()

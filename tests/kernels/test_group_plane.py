@@ -9,14 +9,15 @@ import time
 from dataclasses import replace
 from struct import Struct
 
+import numpy as np
 import pytest
 import torch
 from ep_kernels.group import GlooBackend, GroupExpertPlane, GroupRouterPlane, NcclBackend
 from ep_kernels.group.backend import PlaneUnavailableError
-from ep_kernels.group.memory import GroupMemory
+from ep_kernels.group.memory import DeviceMemory, GroupMemory, lay_out
 from ep_kernels.group.rendezvous import Groups
 from ep_kernels.group.router import GroupDial
-from ep_kernels.plane import AnswerStatus, LaneShape, PlaneError
+from ep_kernels.plane import AnswerStatus, LaneShape, PairBlock, PlaneError
 from ep_kernels.planes import Listening, expert_plane, router_plane
 from ep_kernels.shm.handshake import Offer, Reply, decode, encode
 from ep_kernels.tcp import handshake
@@ -245,6 +246,20 @@ def test_an_opening_is_ended_by_the_planes_end(tmp_path):
     link.close()
 
 
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+def test_rows_that_c_cannot_reach_are_copied_by_torch(wire):
+    memory = DeviceMemory(lay_out(replace(SHAPE, wire=wire)), torch.device("cpu"))
+    part, slot = replace(part_of(7), step=4, layer=2, epoch=9), memory.slots[1]
+    memory.send(slot, part, 3)
+    request = slot.read_request()
+    assert (request.sequence, request.step, request.layer, request.epoch) == (3, 4, 2, 9)
+    assert memory.request_flags.tolist() == [0, 3, 0]
+    picked = part.x[torch.from_numpy(part.block.rows)].to(wire)
+    assert torch.equal(slot.x.first(request.tokens), picked)
+    for name in ("pair_token", "pair_slot", "pair_expert", "pair_weight"):
+        assert getattr(slot, name)[: request.pairs].tolist() == getattr(part.block, name).tolist()
+
+
 def test_no_memory_of_a_lost_lane_is_kept():
     def memories():
         gc.collect()
@@ -269,7 +284,9 @@ def test_messages_of_many_megabytes_pass_while_others_wait():
     router = GroupRouterPlane("r0", 1, shape, DIGEST, GlooBackend())
     router.connect("e0", f"gloo://127.0.0.1:{expert.port}#{KEY.hex()}", 5, DEADLINE_S)
     x = torch.arange(512 * 4096, dtype=torch.float32).view(512, 4096)
-    part = replace(part_of(1), x=x, rows=torch.arange(511, -1, -1))
+    rows, none = np.arange(511, -1, -1, dtype=np.int32), np.zeros(0, dtype=np.int32)
+    block = PairBlock.of(rows, none, none, none, none.view(np.float32))
+    part = replace(part_of(1), x=x, block=block)
     tickets = [router.try_send("e0", part) for _ in range(3)]
     answers = []
     deadline = time.monotonic() + DEADLINE_S

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from ep_kernels.group.backend import Backend
 from ep_kernels.group.carrier import GroupCarrier, forget_ended, join_all
-from ep_kernels.group.memory import GroupMemory, lay_out
+from ep_kernels.group.memory import GroupMemory, lay_out, new_memory
 from ep_kernels.group.rendezvous import Groups, LaneStore, admission, meet
 from ep_kernels.plane import PlaneError
 from ep_kernels.shm.doorbell import SPIN_NS
@@ -125,7 +125,7 @@ class GroupExpertPlane(TcpExpertPlane):
         reason = ""
         try:
             meeting.groups = meet(self._backend, store, connection, deadline)
-            meeting.memory = GroupMemory(lay_out(offer.shape()), self._backend.device)
+            meeting.memory = new_memory(lay_out(offer.shape()), self._backend.device)
         except TimeoutError:
             reason = f"it took more than {self._backend.limit_s:g} s"
         except EOFError:

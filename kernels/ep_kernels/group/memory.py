@@ -7,11 +7,12 @@ buffers on the back end's device, allocated once when the lane opens.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 
-from ep_kernels.plane import LaneShape
-from ep_kernels.shm.lane import LaneMemory
+from ep_kernels.plane import LaneShape, Part
+from ep_kernels.shm.lane import LaneMemory, RingSlot, publish_part
 from ep_kernels.shm.layout import LaneLayout
 from ep_kernels.shm.layout import lay_out as lay_out_whole
 from ep_kernels.tcp.carrier import own_memory
@@ -42,3 +43,21 @@ class GroupMemory(LaneMemory):
     @classmethod
     def lay_out(cls, shape: LaneShape) -> LaneLayout:
         return lay_out(shape)
+
+
+class DeviceMemory(GroupMemory):
+    """The same on a GPU, whose memory C neither reads nor writes."""
+
+    __slots__ = ()
+
+    out_in_slot: ClassVar[bool] = False
+
+    def send(self, slot: RingSlot, part: Part, sequence: int) -> None:
+        rows = torch.from_numpy(part.block.rows).to(part.x.device)
+        slot.x.first(part.block.num_tokens).copy_(torch.index_select(part.x, 0, rows))
+        publish_part(slot, part, sequence)
+
+
+def new_memory(layout: LaneLayout, device: torch.device) -> GroupMemory:
+    """Raises ``OSError``, ``RuntimeError``, as the classes do."""
+    return (GroupMemory if device.type == "cpu" else DeviceMemory)(layout, device)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ep_kernels.group.backend import Backend
 from ep_kernels.group.carrier import GroupCarrier, forget_ended, join_all
-from ep_kernels.group.memory import GroupMemory
+from ep_kernels.group.memory import GroupMemory, new_memory
 from ep_kernels.group.rendezvous import Groups, LaneStore, admitted, meet
 from ep_kernels.plane import LaneRefused, LaneShape, PlaneError
 from ep_kernels.shm.doorbell import SPIN_NS
@@ -87,7 +87,7 @@ class GroupRouterPlane(TcpRouterPlane):
         groups, dial.groups = dial.groups, None
         assert groups is not None, "a dial that has a result has its groups"
         try:
-            memory = GroupMemory(self._layout, self._backend.device)
+            memory = new_memory(self._layout, self._backend.device)
         except (OSError, RuntimeError) as error:
             connection.close()
             raise PlaneError(f"the lane's memory: {error}") from error
