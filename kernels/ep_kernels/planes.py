@@ -39,7 +39,9 @@ def router_plane(
     silence_s: float,
     device: torch.device = CPU,
 ) -> ShmRouterPlane:
-    """``device``: where the router computes. Raises ``PlaneError``, which says what is missing."""
+    """``device``: where the router computes, and for ``nccl`` has the x of its parts and takes its
+    answers. Raises ``PlaneError``, which says what is missing.
+    """
     if choice in ("gloo", "nccl"):
         backend = _backend(choice, device)
         from ep_kernels.group.router import GroupRouterPlane  # noqa: PLC0415 - where it is chosen
@@ -77,8 +79,8 @@ def expert_plane(
     silence_s: float,
     device: torch.device = CPU,
 ) -> ShmExpertPlane:
-    """``device``: where the expert worker computes. One that listens at a port is a
-    ``TcpExpertPlane``. Raises ``PlaneError``, which says what is missing.
+    """``device``: where the expert worker computes, and for ``nccl`` gets its arrivals. A plane that
+    listens at a port is a ``TcpExpertPlane``. Raises ``PlaneError``, which says what is missing.
     """
     if choice in ("gloo", "nccl"):
         backend = _backend(choice, device)
@@ -109,7 +111,7 @@ def _backend(choice: Choice, device: torch.device) -> Backend:
         )
     from ep_kernels.group.backend import GlooBackend, NcclBackend  # noqa: PLC0415 - where chosen
 
-    return NcclBackend(device) if choice == "nccl" else GlooBackend(device)
+    return NcclBackend(device) if choice == "nccl" else GlooBackend()
 
 
 def _check_triton() -> None:
