@@ -204,15 +204,7 @@ def _planes(machine: Machine, settings: Settings) -> Iterator[Finding]:
             chosen=chosen == "gloo",
         )
     if "nccl" in machine.planes:
-        reason = "no GPU" if not machine.driver else "torch sees no GPU"
-        why = "" if torch.nccl else "torch has no NCCL" if torch.gpus else reason
-        yield _plane(
-            "lanes over NCCL",
-            why,
-            f"NCCL {torch.nccl}, where they are chosen, between processes that compute on GPUs",
-            f"pip install 'moemesh[{_extra(machine)}]'" if machine.driver else "",
-            chosen=chosen == "nccl",
-        )
+        yield _nccl(machine, torch, chosen=chosen == "nccl")
     if "symm" in machine.planes:
         yield _plane(
             "lanes in symmetric memory",
@@ -221,6 +213,18 @@ def _planes(machine: Machine, settings: Settings) -> Iterator[Finding]:
             f"pip install 'moemesh[{_extra(machine)}]'" if machine.driver else "pip install triton",
             chosen=chosen == "symm",
         )
+
+
+def _nccl(machine: Machine, torch: Torch, *, chosen: bool) -> Finding:
+    about, advice = "lanes over NCCL", ""
+    if torch.nccl:
+        # ``ep_kernels.planes`` takes a device for it, which no service passes.
+        why = f"NCCL {torch.nccl} is here, and services hand rows over in host memory so far"
+    elif torch.gpus:
+        why, advice = "torch has no NCCL", f"pip install 'moemesh[{_extra(machine)}]'"
+    else:
+        why = "torch sees no GPU" if machine.driver else "no GPU"
+    return _plane(about, why, "", advice, chosen=chosen)
 
 
 def _plane(about: str, why_not: str, found: str, advice: str, *, chosen: bool) -> Finding:

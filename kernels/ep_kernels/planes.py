@@ -79,7 +79,7 @@ def expert_plane(
     silence_s: float,
     device: torch.device = CPU,
 ) -> ShmExpertPlane:
-    """``device``: where the expert worker computes, and for ``nccl`` gets its arrivals. A plane that
+    """``device``: where the expert worker computes, and for ``nccl`` gets its arrivals. What
     listens at a port is a ``TcpExpertPlane``. Raises ``PlaneError``, which says what is missing.
     """
     if choice in ("gloo", "nccl"):

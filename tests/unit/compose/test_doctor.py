@@ -69,7 +69,7 @@ def test_a_machine_without_gpus_serves_through_shared_memory_and_tcp() -> None:
     ("machine", "plane", "about", "words"),
     [
         (CPU, "nccl", "lanes over NCCL", "network.data_plane = auto"),
-        (GPU, "nccl", "lanes over NCCL", ""),
+        (GPU, "nccl", "lanes over NCCL", "network.data_plane = auto"),
         (torch_with(GPU, nccl=""), "nccl", "lanes over NCCL", "moemesh[gpu-cu13]"),
         (torch_with(CPU, gloo=False), "gloo", "lanes over gloo", "moemesh[cpu]"),
         (CPU, "symm", "lanes in symmetric memory", "pip install triton"),
@@ -93,7 +93,7 @@ def test_gpus_are_told_with_what_they_reach() -> None:
     found = diagnosed(GPU)
     assert "0: H200, 141 GiB, sm_90; 1: H200" in found["GPUs"].found
     assert found["peer access"].verdict == "ok"
-    assert found["lanes over NCCL"].found.startswith("NCCL 2.28.9")
+    assert found["lanes over NCCL"].found.startswith("none: NCCL 2.28.9 is here, and services")
     apart = diagnosed(torch_with(GPU, peers=((False, False), (False, False))))
     assert "none between 0-1" in apart["peer access"].found
 
