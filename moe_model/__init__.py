@@ -3,7 +3,7 @@
 Import layers, each over those below it::
 
     reference
-    forward          model  shard_model
+    forward          model  shard_model  sampler
     experts          attention  gate  layers  plan  kv_cache  rope
     checkpoint       (needs torch from here up)
     inventory  text_files
