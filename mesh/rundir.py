@@ -11,6 +11,9 @@ API
     ``lanes_path(settings, id)``             Unix socket path at which an expert takes lanes
     ``bundles_address(settings, id)``        ... at which an expert worker hands experts out
     ``claim(directory, id) -> Claim``        one process per id: pid file under a lock
+    ``running_pid(directory, id)``           whose process that is
+    ``running(directory)``                   all that run there
+    ``take_along(settings)``                 the last process of a mesh removes what it left there
 
 The directory's mode guards every ``ipc://`` link: whoever may enter it may command the mesh.
 Errors: ``RunDirError``.
@@ -27,6 +30,9 @@ from types import TracebackType
 from mesh.addresses import MAX_SOCKET_PATH_BYTES
 from mesh.hosts import listen_address
 from mesh.settings import Settings
+
+ORDERS = "orders.json"
+"""What administrators ordered at run time: it outlives the planner, and goes with the mesh."""
 
 
 class RunDirError(Exception):
@@ -178,3 +184,35 @@ def claim(directory: Path, id: str) -> Claim:  # noqa: A002
     os.ftruncate(fd, 0)
     os.write(fd, f"{os.getpid()}\n".encode())
     return Claim(path, fd)
+
+
+def running_pid(directory: Path, id: str) -> int | None:  # noqa: A002
+    """Process id of the process of this id that runs in ``directory``, or None."""
+    try:
+        descriptor = os.open(directory / f"{id}.pid", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.read(descriptor, 32).strip()
+        return int(text) if text.isdigit() else None
+    else:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def running(directory: Path) -> dict[str, int]:
+    """Id -> process id of what runs in ``directory``, in order of ids."""
+    ids = sorted(path.stem for path in directory.glob("*.pid"))
+    return {id_: pid for id_ in ids if (pid := running_pid(directory, id_)) is not None}
+
+
+def take_along(settings: Settings) -> None:
+    """For a process that has given up its claim: remove what belongs to the mesh if nobody is left
+    in its run directory. Where the planner is reached from other hosts, the mesh may go on there.
+    """
+    directory = run_dir(settings)
+    if not settings.mesh.planner and not running(directory):
+        (directory / ORDERS).unlink(missing_ok=True)

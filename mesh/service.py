@@ -49,7 +49,7 @@ from mesh.health import Health, health_path
 from mesh.links import LinkError, Net
 from mesh.messages import Role
 from mesh.processes import die_with, pid_namespace
-from mesh.rundir import AlreadyRunning, RunDirError, claim, create_run_dir
+from mesh.rundir import AlreadyRunning, RunDirError, claim, create_run_dir, take_along
 from mesh.settings import Settings
 from mesh.supervise import ActorCrashed, CannotServe, ExitCode
 
@@ -156,6 +156,8 @@ def run_service(
     log = structlog.get_logger("service").bind(role=role, id=flags.id)
     with held:
         code = _run(role, flags, incarnation, effective, run_dir, log, main)
+    if code == ExitCode.OK:
+        take_along(effective.settings)
     sys.stderr.flush()
     raise SystemExit(code)
 

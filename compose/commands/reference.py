@@ -55,7 +55,9 @@ def reference(
     ):
         if not accepted:
             raise UsageError(f"{flag} {value}: out of range")
-    settings = source.effective({"model.path": model}, {"model.path": "--model"}).settings
+    flags, names = {"model.path": model}, {"model.path": "--model"}
+    source.refuse_conflicts(flags, names)
+    settings = source.effective(flags, names).settings
     served_model(settings)
     path = checkpoint_dir(settings.model.path)
     try:

@@ -94,7 +94,7 @@ def test_grouped_query_attention_with_preemption_and_prefix_cache(checkpoints: P
         router__tp=2,
         router__max_step_tokens=96,
         router__max_running=8,
-        router__kv_cache_bytes=block_bytes * 32,
+        router__kv_cache_bytes=block_bytes * 64,
     ) as mesh:
         asked = [*cases, *cases]
         with ThreadPoolExecutor(len(asked)) as pool:

@@ -104,6 +104,23 @@ def test_addresses_lie_in_the_directory_unless_configured(tmp_path: Path) -> Non
     assert rundir.broadcast_address(other) == "ipc:///b"
 
 
+def test_the_last_process_of_a_mesh_takes_its_orders_along(tmp_path: Path) -> None:
+    settings, orders = _settings(tmp_path), tmp_path / rundir.ORDERS
+    orders.write_text("{}")
+    with rundir.claim(tmp_path, "router-0"):
+        assert rundir.running(tmp_path) == {"router-0": os.getpid()}
+        rundir.take_along(settings)
+        assert orders.exists()
+    (tmp_path / "expert-0.pid").write_text("1\n")  # of one that was killed
+    wide = Settings(mesh=MeshSettings(run_dir=str(tmp_path), planner="tcp://10.0.0.1:1"))
+    rundir.take_along(wide)
+    assert orders.exists()
+    rundir.take_along(settings)
+    assert not orders.exists()
+    rundir.take_along(settings)
+    assert rundir.running(tmp_path) == {}
+
+
 HOLD = """
 import sys, pathlib
 from mesh.rundir import claim
