@@ -66,15 +66,27 @@ def create_run_dir(settings: Settings) -> Path:
     """
     directory = run_dir(settings)
     private = [directory] if settings.mesh.run_dir else [directory.parent, directory]
-    private[0].parent.mkdir(parents=True, exist_ok=True)
+    chosen = "mesh.run_dir" if settings.mesh.run_dir else "no mesh.run_dir is set"
+    try:
+        private[0].parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_be_made(private[0], chosen, error) from None
     for path in private:
         try:
-            path.mkdir(mode=0o700, exist_ok=True)
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise _cannot_be_made(path, chosen, error) from None
+        try:
             found = path.lstat()
         except OSError as error:
-            raise RunDirError(f"run directory {path}: {error.strerror}") from None
+            raise _cannot_be_made(path, chosen, error) from None
         if not stat.S_ISDIR(found.st_mode):
-            raise RunDirError(f"run directory {path} is not a directory")
+            raise RunDirError(
+                f"run directory {path} ({chosen}) is not a directory: expected one of this user "
+                "alone, or a path at which it can be made"
+            )
         if found.st_uid != os.getuid():
             raise RunDirError(
                 f"run directory {path} belongs to uid {found.st_uid}, not to {os.getuid()}: "
@@ -86,6 +98,13 @@ def create_run_dir(settings: Settings) -> Path:
             )
     socket_path(directory, "x" * 24)
     return directory
+
+
+def _cannot_be_made(path: Path, chosen: str, error: OSError) -> RunDirError:
+    return RunDirError(
+        f"run directory {path} ({chosen}) cannot be made: {error.strerror}; expected a path at "
+        "which this user can make a directory: set mesh.run_dir to one"
+    )
 
 
 def state_dir(settings: Settings) -> Path:
@@ -190,7 +209,7 @@ def running_pid(directory: Path, id: str) -> int | None:  # noqa: A002
     """Process id of the process of this id that runs in ``directory``, or None."""
     try:
         descriptor = os.open(directory / f"{id}.pid", os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

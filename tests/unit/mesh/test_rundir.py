@@ -35,6 +35,15 @@ def test_a_directory_open_to_others_is_refused(tmp_path: Path) -> None:
         rundir.create_run_dir(_settings(tmp_path / "run"))
 
 
+@pytest.mark.parametrize("place", ["/proc/none", "/proc/none/deep/er", "file/run"])
+def test_a_place_where_none_can_be_made_is_named_with_its_setting(
+    tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirError, match=r"\(mesh.run_dir\) cannot be made: .*; expected a path"):
+        rundir.create_run_dir(_settings(tmp_path / place))
+
+
 def test_a_link_or_file_in_its_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
