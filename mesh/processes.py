@@ -41,7 +41,7 @@ class Standstill:
 
     def look(self) -> bool:
         """Whether it has used no CPU since the last look, and wants none now. False where that
-        cannot be told.
+        cannot be told: a kernel that says of a process that runs that it never did counts nothing.
         """
         used, wants = 0, False
         try:
@@ -52,7 +52,7 @@ class Standstill:
         except OSError:  # a thread that ends, or no such process
             return False
         before, self._used = self._used, used
-        return used == before and not wants
+        return used == before and used > 0 and not wants
 
 
 def pid_namespace() -> int:

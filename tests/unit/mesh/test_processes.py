@@ -25,7 +25,8 @@ def test_a_process_has_ended_once_its_files_are_closed_reaped_or_not() -> None:
 
 
 def test_a_process_stands_still_when_it_sleeps_or_is_stopped_and_not_while_it_runs() -> None:
-    code = "import sys\nprint(flush=True)\nwhile sys.stdin.read(1) == 's': pass\nwhile True: pass"
+    busy = "import sys\nfor _ in range(10**6): pass\n"
+    code = busy + "print(flush=True)\nwhile sys.stdin.read(1) == 's': pass\nwhile True: pass"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:
