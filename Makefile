@@ -13,7 +13,8 @@ serve: $(VENV)/.serve
 # tests beside it are done.
 test: install
 	$(MAKE) --no-print-directory --jobs=2 lint-beside tests-together
-	$(BIN)/python -m pytest -m 'alone and not soak'
+	$(BIN)/python -m pytest -m 'alone and not soak' \
+		$$(grep -rl --include='test_*.py' 'pytest.mark.alone' tests)
 
 # Two at a time: half of the tests wait for processes most of the time. In the order of their
 # folders: those that start whole meshes come first, and many small ones even out the end.
