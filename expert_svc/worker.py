@@ -99,15 +99,11 @@ class Worker:
     def _serve_alone(self, part: Arrival) -> None:
         """The part's own memory is input and output."""
         with self._table.lock:
-            bank = self._bank_for(part)
-            if bank is None:
+            bank = self._table.banks.get(part.layer)
+            began = perf_counter_ns()
+            if bank is None or not _run_alone(bank, part):
                 self._refuse(part)
                 return
-            began = perf_counter_ns()
-            if part.exact:
-                bank.run_rows(part.x, part.pair_token, part.pair_slot, part.out)
-            else:
-                bank.run(part.x, part.pair_token, part.pair_slot, part.pair_weight, part.out)
         self._answer(part, began, perf_counter_ns() - began)
         self.tally.calls += 1
 
@@ -176,6 +172,21 @@ class Worker:
     def _refuse(self, part: Arrival) -> None:
         self.tally.stale += 1
         self._plane.answer(part, AnswerStatus.STALE, 0, 0)
+
+
+def _run_alone(bank: ExpertBank, part: Arrival) -> bool:
+    """False, and nothing is done, when a slot does not hold what the part names."""
+    if part.at:
+        done = bank.serve(part.at, part.x.shape[0], part.pair_slot.size)
+        if done is not None:
+            return done
+    if not bank.matches(part.pair_slot, part.pair_expert):
+        return False
+    if part.exact:
+        bank.run_rows(part.x, part.pair_token, part.pair_slot, part.out)
+    else:
+        bank.run(part.x, part.pair_token, part.pair_slot, part.pair_weight, part.out)
+    return True
 
 
 def _run_joined(bank: ExpertBank, parts: Sequence[Arrival]) -> None:

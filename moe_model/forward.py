@@ -24,9 +24,9 @@ class LayerModel(Protocol):
 
     def dense(self, layer: int, h: torch.Tensor) -> torch.Tensor: ...
 
-    def ffn_input(self, layer: int, h: torch.Tensor) -> torch.Tensor: ...
-
-    def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def gate(
+        self, layer: int, h: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
     def shared(self, layer: int, x: torch.Tensor) -> torch.Tensor | None: ...
 
@@ -50,8 +50,7 @@ def forward(
         if layer not in moe_layers:
             h = model.dense(layer, h)
             continue
-        x = model.ffn_input(layer, h)
-        topk_ids, topk_weights = model.route(layer, x)
+        x, topk_ids, topk_weights = model.gate(layer, h)
         ticket = experts.dispatch(layer, x, topk_ids, topk_weights)
         try:
             shared = model.shared(layer, x)  # computed while the routed experts work

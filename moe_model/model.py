@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from ep_kernels.few import FewLatent
+from ep_kernels.few import FEW_TOKENS, FewGate, FewLatent
 from ep_kernels.packed import PackedLinear, pack_linear
 from ep_kernels.rows import RmsNorm
 from torch.nn.functional import embedding
@@ -49,6 +49,8 @@ class Layer:
     ffn_norm: RmsNorm
     dense: SwiGlu | None
     gate: Gate | None
+    few_gate: FewGate | None
+    """Norm and gate for a few tokens, if there is such a way."""
     shared: SwiGlu | None
 
 
@@ -135,26 +137,25 @@ class RouterModel:
             return parts.few(h, plan.query_turn, plan.key_turn, rows)
         return parts.attention(parts.attention_norm(h), plan, kv, layer).add_(h)
 
-    def ffn_input(self, layer: int, h: torch.Tensor) -> torch.Tensor:
-        """Normed ``h``: what gate, shared and routed experts of a MoE layer read."""
-        return self._layers[layer].ffn_norm(h)
-
     def dense(self, layer: int, h: torch.Tensor) -> torch.Tensor:
         """``h`` plus the FFN of a layer that is no MoE layer."""
         parts = self._layers[layer]
         assert parts.dense is not None
         return parts.dense(parts.ffn_norm(h)).add_(h)
 
-    def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logical experts ``[tokens, k]`` int32, in the gate's order, and their weights
-        ``[tokens, k]`` fp32, for ``ffn_input``'s ``x``.
+    def gate(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of a MoE layer: normed ``h``, which gate, shared and routed experts read; logical experts
+        ``[tokens, k]`` int32, in the gate's order; and their weights ``[tokens, k]`` fp32.
         """
-        gate = self._layers[layer].gate
-        assert gate is not None
-        return gate(x)
+        parts = self._layers[layer]
+        if parts.few_gate is not None and h.shape[0] <= FEW_TOKENS:
+            return parts.few_gate(h)
+        assert parts.gate is not None
+        x = parts.ffn_norm(h)
+        return x, *parts.gate(x)
 
     def shared(self, layer: int, x: torch.Tensor) -> torch.Tensor | None:
-        """The shared expert's output for ``ffn_input``'s ``x``; None when there is none."""
+        """The shared expert's output for ``gate``'s ``x``; None when there is none."""
         shared = self._layers[layer].shared
         return None if shared is None else shared(x)
 
@@ -257,13 +258,15 @@ def _load_layer(spec: ModelSpec, reader: _Reader, layer: int, kind: Weights, exa
     norm = reader.owned("attention_norm", layer)
     attention = _load_attention(spec, reader, layer, kind, exact)
     few = attention.few(norm, spec.norm_eps) if isinstance(attention, LatentAttention) else None
+    ffn_norm = reader.owned("ffn_norm", layer)
     return Layer(
         attention_norm=RmsNorm(norm, spec.norm_eps),
         attention=attention,
         few=few,
-        ffn_norm=RmsNorm(reader.owned("ffn_norm", layer), spec.norm_eps),
+        ffn_norm=RmsNorm(ffn_norm, spec.norm_eps),
         dense=ffn("dense"),
         gate=gate,
+        few_gate=None if gate is None else gate.few(ffn_norm, spec.norm_eps),
         shared=ffn("shared"),
     )
 

@@ -155,17 +155,11 @@ class TimedModel:
         self._times.attention_ns += self._times.computed(layer, started, perf_counter_ns())
         return h
 
-    def ffn_input(self, layer: int, h: torch.Tensor) -> torch.Tensor:
+    def gate(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         started = perf_counter_ns()
-        x = self._model.ffn_input(layer, h)
+        gated = self._model.gate(layer, h)
         self._times.gate_ns += self._times.computed(layer, started, perf_counter_ns())
-        return x
-
-    def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        started = perf_counter_ns()
-        routed = self._model.route(layer, x)
-        self._times.gate_ns += self._times.computed(layer, started, perf_counter_ns())
-        return routed
+        return gated
 
     def shared(self, layer: int, x: torch.Tensor) -> torch.Tensor | None:
         started = perf_counter_ns()

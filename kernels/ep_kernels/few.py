@@ -6,12 +6,17 @@ With torch the calls cost more than the products there: a layer of a small model
 from __future__ import annotations
 
 import ctypes
+from typing import Final
 
 import numpy as np
 import torch
 
+from ep_kernels.gating import GateKernel
 from ep_kernels.native_library import load
 from ep_kernels.plane import FloatArray, IntArray
+
+FEW_TOKENS: Final = 4
+"""Up to so many a call into C that takes one after another is faster than torch's products."""
 
 _POINTER, _NUMBER, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
@@ -26,7 +31,7 @@ class FewFfn:
     The caller keeps the tensors alive that it puts into slots: only addresses are held.
     """
 
-    __slots__ = ("_address", "_call", "_experts", "_held", "_slots")
+    __slots__ = ("_address", "_call", "_experts", "_held", "_serve", "_slots")
 
     def __init__(self, hidden: int, inner: int, num_slots: int) -> None:
         scratch = torch.empty(2 * inner)
@@ -41,6 +46,9 @@ class FewFfn:
             *(_POINTER, _POINTER, _POINTER, _NUMBER),
             _POINTER,
         )
+        self._serve = load("few").moemesh_few_serve
+        self._serve.restype = _NUMBER
+        self._serve.argtypes = (*(_POINTER,) * 3, _NUMBER, _POINTER, _NUMBER, _NUMBER)
         self._slots = np.zeros((0, 2), dtype=np.uintp)
         self._experts = 0
         self.resize(num_slots)
@@ -89,6 +97,104 @@ class FewFfn:
             out.data_ptr(),
         )
         return None if bad < 0 else int(bad)
+
+    def serve(self, holds: int, at: int, tokens: int, pairs: int) -> bool:
+        """The same for a part in a lane: ``at`` is ``Arrival.at``, ``holds`` the address of the
+        expert in each slot, int32. False, and ``out`` is worth nothing, when a pair's slot does not
+        hold the expert that the pair names.
+        """
+        bad = self._serve(self._address, self._experts, holds, len(self._slots), at, tokens, pairs)
+        return bool(bad < 0)
+
+
+class FewDense:
+    """One SwiGLU expert that every token goes through. One thread at a time.
+
+    It keeps the weights as fp32, and pays up to ``MOST_BYTES`` of that.
+    """
+
+    MOST_BYTES: Final = 2 << 20
+
+    __slots__ = ("_address", "_call", "_expert", "_held", "_hidden")
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        """``gate_up`` ``[2 inner, hidden]``, ``down`` ``[hidden, inner]``."""
+        hidden, inner = down.shape
+        scratch = torch.empty(2 * inner)
+        ffn = _Ffn(hidden, inner, scratch.data_ptr())
+        kept = (gate_up.float().t().contiguous(), down.float().t().contiguous())
+        addresses = (_POINTER * 2)(*(matrix.data_ptr() for matrix in kept))
+        self._held = (ffn, scratch, kept, addresses)
+        self._address = ctypes.addressof(ffn)
+        self._expert = ctypes.addressof(addresses)
+        self._hidden = hidden
+        self._call = load("few").moemesh_few_dense
+        self._call.restype = None
+        self._call.argtypes = (_POINTER, _POINTER, _POINTER, _NUMBER, _POINTER)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [n, hidden]`` fp32 -> ``[n, hidden]``."""
+        assert x.is_contiguous(), "C reads it as it lies"
+        tokens = x.shape[0]
+        out = torch.empty((tokens, self._hidden))
+        self._call(self._address, self._expert, x.data_ptr(), tokens, out.data_ptr())
+        return out
+
+
+class _Gate(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("norm", "weight", "gate", "logits")),
+        ("epsilon", ctypes.c_float),
+        ("hidden", _NUMBER),
+    )
+
+
+class FewGate:
+    """The norm before a layer's experts, and the gate. One thread at a time."""
+
+    __slots__ = ("_address", "_call", "_held", "_top_k")
+
+    def __init__(
+        self, norm: torch.Tensor, epsilon: float, weight: torch.Tensor, choose: GateKernel
+    ) -> None:
+        """``norm`` ``[hidden]``, ``weight`` ``[experts, hidden]``, of which ``choose`` takes the
+        product.
+        """
+        logits = torch.empty(weight.shape[0])
+        kept = (norm.float().contiguous(), weight.float().contiguous(), logits, choose)
+        gate = _Gate(
+            kept[0].data_ptr(),
+            kept[1].data_ptr(),
+            choose.address,
+            logits.data_ptr(),
+            epsilon,
+            weight.shape[1],
+        )
+        self._held = (gate, kept)
+        self._address = ctypes.addressof(gate)
+        self._top_k = choose.top_k
+        self._call = load("few").moemesh_few_gate
+        self._call.restype = None
+        self._call.argtypes = (_POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER)
+
+    def __call__(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``h [n, hidden]`` fp32 -> ``h`` normed, experts ``[n, top_k]`` int32 and their weights
+        ``[n, top_k]``, best first.
+        """
+        assert h.is_contiguous(), "C reads it as it lies"
+        tokens = h.shape[0]
+        x = torch.empty(h.shape)
+        experts = torch.empty((tokens, self._top_k), dtype=torch.int32)
+        weights = torch.empty((tokens, self._top_k))
+        self._call(
+            self._address,
+            h.data_ptr(),
+            tokens,
+            x.data_ptr(),
+            experts.data_ptr(),
+            weights.data_ptr(),
+        )
+        return x, experts, weights
 
 
 class _Latent(ctypes.Structure):

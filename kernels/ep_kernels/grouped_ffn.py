@@ -152,6 +152,7 @@ class ExpertBank:
         self.kind: Kind = kind
         self.exact = exact
         self.holds: IntArray = np.full(num_slots, -1, dtype=np.int32)
+        self._holds_at = self.holds.ctypes.data
         # Exact small experts multiply one row at a time; rows of whole cache lines are aligned
         # alike, which such products' bits may depend on.
         whole_lines = hidden % _LINE_VALUES == 0 and intermediate % _LINE_VALUES == 0
@@ -260,6 +261,7 @@ class ExpertBank:
         self._few.resize(num_slots)
         self._experts = self._experts[:stay] + [None] * (num_slots - stay)
         self.holds = holds
+        self._holds_at = holds.ctypes.data
 
     def matches(self, pair_slot: IntArray, pair_expert: IntArray) -> bool:
         """Whether every pair's slot holds the pair's logical expert. Both ``[pairs]``. Never
@@ -274,6 +276,15 @@ class ExpertBank:
             return False
         # Four bytes of ones cannot straddle two experts' numbers, so they are an empty slot.
         return found == pair_expert.tobytes() and _EMPTY_SLOT not in found
+
+    def serve(self, at: int, tokens: int, pairs: int) -> bool | None:
+        """``matches`` and ``run`` for a part in a lane, ``Arrival.at``, as one call: True when it
+        was computed, False when it does not match. None when this bank has no such call for so many
+        pairs; nothing was done then.
+        """
+        if not self._small or pairs > _FEW or self.exact:
+            return None
+        return self._few.serve(self._holds_at, at, tokens, pairs)
 
     def run(
         self,

@@ -3,9 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ep_kernels.few import FewFfn, FewLatent
-from ep_kernels.grouped_ffn import reference_sum
-from torch.nn.functional import rms_norm
+from ep_kernels.few import FewDense, FewFfn, FewGate, FewLatent
+from ep_kernels.gating import GateKernel, GateRule, reference_gate
+from ep_kernels.grouped_ffn import ExpertBank, reference_sum
+from ep_kernels.plane import LaneShape, PairBlock, Part
+from ep_kernels.shm import ShmExpertPlane, ShmRouterPlane
+from torch.nn.functional import linear, rms_norm, silu
 
 
 @pytest.mark.parametrize("shape", [(192, 48), (50, 37), (1, 1), (3, 130)])
@@ -106,3 +109,104 @@ def test_a_query_latent_is_whole_or_not_there() -> None:
             latent_epsilon=1e-6,
             heads=1,
         )
+
+
+@pytest.mark.parametrize("shape", [(192, 48), (50, 37), (1, 1), (3, 130)])
+@pytest.mark.parametrize("tokens", [0, 1, 4])
+def test_a_dense_ffn_is_the_references(shape: tuple[int, int], tokens: int) -> None:
+    hidden, inner = shape
+    gate, up = torch.randn(2, inner, hidden) / hidden**0.5
+    down = torch.randn(hidden, inner) / inner**0.5
+    x = torch.randn(tokens, hidden)
+    expected = linear(silu(linear(x, gate)) * linear(x, up), down)
+    torch.testing.assert_close(
+        FewDense(torch.cat([gate, up]), down)(x), expected, atol=1e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 4])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_norm_and_gate_are_what_torch_computes(tokens: int, *, has_bias: bool) -> None:
+    hidden, experts = 50, 16
+    rule = GateRule(experts, 4, "sigmoid", 4, 2, epsilon=1e-20, scale=2.5)
+    norm, weight = torch.randn(hidden), torch.randn(experts, hidden) / hidden**0.5
+    bias = torch.randn(experts) if has_bias else None
+    h = 10 * torch.randn(tokens, hidden)
+    x, ids, weights = FewGate(norm, 1e-5, weight, GateKernel(rule, bias))(h)
+    expected = rms_norm(h, (hidden,), norm, 1e-5)
+    torch.testing.assert_close(x, expected, atol=1e-5, rtol=1e-5)
+    wanted = reference_gate(rule, bias, linear(x, weight))
+    assert ids.tolist() == wanted[0].tolist()
+    torch.testing.assert_close(weights, wanted[1])
+
+
+class TestServe:
+    """A part in a lane: what is named must be there, and nothing else is written."""
+
+    @pytest.fixture
+    def ends(self, tmp_path):
+        expert = ShmExpertPlane("e0", 1, str(tmp_path / "e0"), 12, "m")
+        router = ShmRouterPlane("r0", 1, LaneShape(12, 3, 8, 2), "m")
+        router.connect("e0", str(tmp_path / "e0"), 1, 10.0)
+        yield router, expert
+        router.close()
+        expert.close()
+
+    def arrival(self, ends, slots, experts, tokens=2):
+        router, expert = ends
+        rng = np.random.default_rng()
+        count = len(slots)
+        token = rng.integers(0, tokens, count).astype(np.int32)
+        weight = rng.random(count).astype(np.float32)
+        named = np.array(experts, np.int32)
+        rows = np.arange(tokens, dtype=np.int32)
+        block = PairBlock.of(rows, token, np.array(slots, np.int32), named, weight)
+        assert router.try_send("e0", Part(1, 0, 1, torch.randn(tokens, 12), block)) is not None
+        while not (found := expert.poll()):
+            expert.wait(1.0)
+        (arrival,) = found
+        assert arrival.at
+        arrival.out.fill_(float("nan"))
+        return arrival
+
+    def test_it_is_computed_where_it_lies(self, ends):
+        bank, held = self.bank()
+        arrival = self.arrival(ends, [0, 2, 2, 1], [7, 9, 9, 8])
+        assert bank.serve(arrival.at, 2, 4) is True
+        expected = reference_sum(
+            arrival.x, arrival.pair_token, held, arrival.pair_slot, arrival.pair_weight
+        )
+        torch.testing.assert_close(arrival.out, expected, atol=1e-4, rtol=1e-4)
+
+    def test_a_token_without_pairs_gets_zeros(self, ends):
+        arrival = self.arrival(ends, [], [])
+        assert self.bank()[0].serve(arrival.at, 2, 0) is True
+        assert not arrival.out.any()
+
+    @pytest.mark.parametrize(
+        ("slots", "experts"),
+        [([0, 1], [7, 7]), ([3], [10]), ([4], [7]), ([-1], [7]), ([0, 3], [7, -1])],
+    )
+    def test_what_a_slot_does_not_hold_is_not_served(self, ends, slots, experts):
+        arrival = self.arrival(ends, slots, experts)
+        assert self.bank()[0].serve(arrival.at, 2, len(slots)) is False
+        assert arrival.out.isnan().all()
+
+    def test_a_slot_that_was_emptied_or_added_counts_at_once(self, ends):
+        bank, held = self.bank()
+        bank.clear(1)
+        assert bank.serve(self.arrival(ends, [1], [8]).at, 2, 1) is False
+        bank.resize(6)
+        bank.load(5, 8, *held[1])
+        arrival = self.arrival(ends, [5], [8])
+        assert bank.serve(arrival.at, 2, 1) is True
+
+    @staticmethod
+    def bank():
+        """Experts 7, 8 and 9 in slots 0, 1 and 2 of four."""
+        shapes = ((5, 12), (5, 12), (12, 5))
+        held = [tuple(torch.randn(shape) for shape in shapes) for _ in range(3)]
+        bank = ExpertBank(4, 12, 5)
+        for slot, expert in enumerate(held):
+            bank.load(slot, 7 + slot, *expert)
+        return bank, held
