@@ -23,7 +23,8 @@ from moe_model.attention.gqa import GroupedQueryAttention, gqa_turns
 from moe_model.attention.mla import LatentAttention, expand_rule, mla_turns
 from moe_model.checkpoint import Checkpoint
 from moe_model.gate import Gate
-from moe_model.kv_cache import KVCache, row_stride
+from moe_model.kv_cache import KVCache
+from moe_model.kv_size import row_stride
 from moe_model.layers import SwiGlu
 from moe_model.plan import CacheShape, Chunk, StepPlan, Turns, plan_step, tabled
 from moe_model.rope import Rope
