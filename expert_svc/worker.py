@@ -14,6 +14,7 @@ from time import perf_counter_ns
 
 import numpy as np
 import torch
+from ep_kernels.few import FewBanks
 from ep_kernels.grouped_ffn import ExpertBank
 from ep_kernels.plane import AnswerStatus, Arrival, ExpertPlane
 
@@ -58,6 +59,8 @@ class Worker:
         """``ffn_ns`` by group of layers."""
         self._plane = plane
         self._table = table
+        self._few = FewBanks(max(table.moe_layers, default=-1) + 1)
+        self._few_banks = 0
         self._stopping = False
         self._waiting: dict[tuple[int, bool], list[Arrival]] = {}
         self._passes = 0
@@ -69,6 +72,8 @@ class Worker:
             woke = perf_counter_ns()
             while not self._stopping:
                 tally.turns += 1
+                if not waiting and self._serve_few():
+                    continue
                 arrivals = plane.poll()
                 if len(arrivals) == 1 and not waiting:
                     self._serve_alone(arrivals[0])
@@ -96,14 +101,40 @@ class Worker:
         self._stopping = True
         self._plane.wake()
 
+    def _serve_few(self) -> bool:
+        """Serve the part that has come, if it is the only one and small, by one call into C."""
+        began = perf_counter_ns()
+        with self._table.lock:
+            if len(self._table.banks) != self._few_banks:
+                self._note_banks()
+            served = self._plane.serve(self._few)
+        if served is None:
+            return False
+        tally, took_ns = self.tally, served.took_ns
+        tally.calls += 1
+        tally.signal_ns += perf_counter_ns() - began - took_ns
+        self._count(served.layer, took_ns, served.tokens, served.pairs)
+        return True
+
+    def _note_banks(self) -> None:
+        banks = self._table.banks  # it only grows
+        self._few_banks = len(banks)
+        for layer, bank in banks.items():
+            if bank.few is not None:
+                self._few.set(layer, bank.few)
+
     def _serve_alone(self, part: Arrival) -> None:
         """The part's own memory is input and output."""
         with self._table.lock:
-            bank = self._table.banks.get(part.layer)
-            began = perf_counter_ns()
-            if bank is None or not _run_alone(bank, part):
+            bank = self._bank_for(part)
+            if bank is None:
                 self._refuse(part)
                 return
+            began = perf_counter_ns()
+            if part.exact:
+                bank.run_rows(part.x, part.pair_token, part.pair_slot, part.out)
+            else:
+                bank.run(part.x, part.pair_token, part.pair_slot, part.pair_weight, part.out)
         self._answer(part, began, perf_counter_ns() - began)
         self.tally.calls += 1
 
@@ -163,30 +194,20 @@ class Worker:
         began = perf_counter_ns()
         self._plane.answer(part, AnswerStatus.OK, began_ns, ffn_ns)
         tally.signal_ns += perf_counter_ns() - began
+        self._count(part.layer, ffn_ns, part.x.shape[0], part.pair_slot.size)
+
+    def _count(self, layer: int, ffn_ns: int, tokens: int, pairs: int) -> None:
+        """An answered part."""
+        tally = self.tally
         tally.ffn_ns += ffn_ns
-        self.layer_ffn_ns[self.layers.of(part.layer)] += ffn_ns
+        self.layer_ffn_ns[self.layers.of(layer)] += ffn_ns
         tally.parts += 1
-        tally.tokens += part.x.shape[0]
-        tally.pairs += part.pair_slot.size
+        tally.tokens += tokens
+        tally.pairs += pairs
 
     def _refuse(self, part: Arrival) -> None:
         self.tally.stale += 1
         self._plane.answer(part, AnswerStatus.STALE, 0, 0)
-
-
-def _run_alone(bank: ExpertBank, part: Arrival) -> bool:
-    """False, and nothing is done, when a slot does not hold what the part names."""
-    if part.at:
-        done = bank.serve(part.at, part.x.shape[0], part.pair_slot.size)
-        if done is not None:
-            return done
-    if not bank.matches(part.pair_slot, part.pair_expert):
-        return False
-    if part.exact:
-        bank.run_rows(part.x, part.pair_token, part.pair_slot, part.out)
-    else:
-        bank.run(part.x, part.pair_token, part.pair_slot, part.pair_weight, part.out)
-    return True
 
 
 def _run_joined(bank: ExpertBank, parts: Sequence[Arrival]) -> None:

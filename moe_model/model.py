@@ -23,9 +23,10 @@ from moe_model.attention.gqa import GroupedQueryAttention, gqa_turns
 from moe_model.attention.mla import LatentAttention, expand_rule, mla_turns
 from moe_model.checkpoint import Checkpoint
 from moe_model.gate import Gate
-from moe_model.kv_cache import KVCache, row_stride
+from moe_model.kv_cache import KVCache
+from moe_model.kv_size import row_stride
 from moe_model.layers import SwiGlu
-from moe_model.plan import CacheShape, Chunk, StepPlan, Turns, plan_step
+from moe_model.plan import CacheShape, Chunk, StepPlan, Turns, plan_step, tabled
 from moe_model.rope import Rope
 from moe_model.shard import Shard
 from moe_model.spec import load_spec
@@ -288,5 +289,5 @@ def _load_attention(
 def _turns(spec: ModelSpec, shard: Shard, rope: Rope) -> Turns:
     attention = shard.attention
     if isinstance(attention, MlaSpec):
-        return mla_turns(attention, rope, spec.hidden_size)
-    return gqa_turns(attention, rope)
+        return tabled(mla_turns(attention, rope, spec.hidden_size), spec.max_context)
+    return tabled(gqa_turns(attention, rope), spec.max_context)

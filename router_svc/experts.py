@@ -30,7 +30,7 @@ from ep_kernels.routing import Choice, Counts
 
 from mesh.messages import Placement
 from moe_model.experts import combine_rows
-from router_svc.profile import Times, uncovered_ns
+from router_svc.profile import Times
 from router_svc.routing import RouteTable, no_routes
 from router_svc.tickets import (
     ExpertsUnavailableError,
@@ -302,8 +302,7 @@ class MeshExperts:
     def combine(self, ticket: MeshTicket) -> torch.Tensor:
         """``MeshTicket.result``: add the answers up and free their ring slots."""
         started = perf_counter_ns()
-        ticket.spans.append(self._times.shared_span)
-        self._times.idle_ns += uncovered_ns(ticket.sent_ns, started, ticket.spans)
+        self._times.was_away(ticket.sent_ns, started, ticket.spans)
         try:
             if ticket.error is not None:
                 raise ticket.error
@@ -313,6 +312,7 @@ class MeshExperts:
             self.release(ticket)
             times, took_ns = self._times, perf_counter_ns() - started
             times.combine_ns += took_ns
+            times.spans.append((started, started + took_ns))
             times.layers.combine[times.layers.groups.of(ticket.layer)] += took_ns
 
     def release(self, ticket: MeshTicket) -> None:

@@ -152,13 +152,12 @@ class ExpertBank:
         self.kind: Kind = kind
         self.exact = exact
         self.holds: IntArray = np.full(num_slots, -1, dtype=np.int32)
-        self._holds_at = self.holds.ctypes.data
         # Exact small experts multiply one row at a time; rows of whole cache lines are aligned
         # alike, which such products' bits may depend on.
         whole_lines = hidden % _LINE_VALUES == 0 and intermediate % _LINE_VALUES == 0
         self._small = is_dispatch_bound(2 * intermediate, hidden) and (whole_lines or not exact)
         self._experts: list[ExpertWeights | None] = [None] * num_slots
-        self._few = FewFfn(hidden, intermediate, num_slots)
+        self._few = FewFfn(hidden, intermediate, self.holds, _FEW)
 
     @property
     def num_slots(self) -> int:
@@ -258,10 +257,9 @@ class ExpertBank:
         holds = np.full(num_slots, -1, dtype=np.int32)
         stay = min(num_slots, self.num_slots)
         holds[:stay] = self.holds[:stay]
-        self._few.resize(num_slots)
+        self._few.resize(holds)
         self._experts = self._experts[:stay] + [None] * (num_slots - stay)
         self.holds = holds
-        self._holds_at = holds.ctypes.data
 
     def matches(self, pair_slot: IntArray, pair_expert: IntArray) -> bool:
         """Whether every pair's slot holds the pair's logical expert. Both ``[pairs]``. Never
@@ -277,14 +275,10 @@ class ExpertBank:
         # Four bytes of ones cannot straddle two experts' numbers, so they are an empty slot.
         return found == pair_expert.tobytes() and _EMPTY_SLOT not in found
 
-    def serve(self, at: int, tokens: int, pairs: int) -> bool | None:
-        """``matches`` and ``run`` for a part in a lane, ``Arrival.at``, as one call: True when it
-        was computed, False when it does not match. None when this bank has no such call for so many
-        pairs; nothing was done then.
-        """
-        if not self._small or pairs > _FEW or self.exact:
-            return None
-        return self._few.serve(self._holds_at, at, tokens, pairs)
+    @property
+    def few(self) -> FewFfn | None:
+        """What runs few pairs as one call into C, if this bank's experts are of that kind."""
+        return self._few if self._small and not self.exact else None
 
     def run(
         self,

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+if TYPE_CHECKING:
+    from ep_kernels.few import FewBanks, Served
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -211,9 +214,7 @@ class Arrival:
     """A part as the expert worker sees it: views into the lane, valid until answered.
 
     ``x`` ``[n, hidden]`` in the wire dtype; pair arrays ``[pairs]``; ``out`` is where the answer
-    belongs: ``[n, hidden]`` or, on an exact lane, ``[pairs, hidden]``, fp32, uninitialised. ``at``
-    is the address of all that for C (``native/lane.h``); 0 on an exact lane, and where it is not
-    fp32 in the lane's memory.
+    belongs: ``[n, hidden]`` or, on an exact lane, ``[pairs, hidden]``, fp32, uninitialised.
     """
 
     lane: int
@@ -230,7 +231,6 @@ class Arrival:
     pair_expert: IntArray
     pair_weight: FloatArray
     out: torch.Tensor
-    at: int = 0
 
 
 class ExpertPlane(Protocol):
@@ -238,6 +238,10 @@ class ExpertPlane(Protocol):
 
     corrupt_lanes: int
     """Lanes dropped because the peer wrote nonsense, since start."""
+
+    def serve(self, banks: FewBanks) -> Served | None:
+        """Read, compute and answer the part that has arrived, if it is the only one and ``banks``
+        can; None if not, and then nothing was touched."""
 
     def poll(self) -> list[Arrival]:
         """Parts that have arrived since the last call, each once, oldest first. Never blocks."""

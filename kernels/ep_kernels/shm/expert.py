@@ -18,6 +18,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from ep_kernels.few import FewBanks, Served
 from ep_kernels.plane import AnswerStatus, Arrival, PlaneError
 from ep_kernels.shm import handshake, memory
 from ep_kernels.shm.doorbell import MAX_SENDERS, SPIN_NS, Bell, Doorbell, Signal
@@ -43,6 +44,7 @@ class ExpertLane:
     """
 
     __slots__ = (
+        "answered",
         "bell",
         "close",
         "connection",
@@ -52,7 +54,6 @@ class ExpertLane:
         "pending",
         "seen",
         "sender",
-        "sums_in_slot",
     )
 
     def __init__(
@@ -74,10 +75,8 @@ class ExpertLane:
         self.close = close
         self.seen = np.zeros(offer.ring_slots, dtype=np.int64)
         """Newest request flag read from each ring slot."""
-        self.sums_in_slot = (
-            lane_memory.out_in_slot and not offer.exact and offer.shape().wire is torch.float32
-        )
-        """Whether C can read a part and write its answer where they lie."""
+        self.answered = np.zeros(offer.ring_slots, dtype=np.int64)
+        """Of these the newest that was answered."""
         self.pending: dict[int, Arrival] = {}
         """Arrivals not answered yet, by ring slot."""
 
@@ -138,6 +137,14 @@ class ShmExpertPlane:
 
     # -------------------------------------------------------------- messages
 
+    def serve(self, banks: FewBanks) -> Served | None:
+        self._seen = self._doorbell.value()
+        ends, lanes = self._ends
+        served = ends.serve(banks)
+        if served is not None:
+            lanes[served.lane].bell.ring()
+        return served
+
     def poll(self) -> list[Arrival]:
         self._seen = self._doorbell.value()
         ends, lanes = self._ends
@@ -166,6 +173,7 @@ class ShmExpertPlane:
         if lane.pending.pop(arrival.ring_slot, None) is not arrival:
             raise PlaneError(f"message {arrival.sequence} of {arrival.peer} was answered already")
         slot = lane.memory.slots[arrival.ring_slot]
+        lane.answered[arrival.ring_slot] = arrival.sequence
         times_ns = (began_ns, compute_ns)
         lane.memory.publish_answer(slot, arrival.sequence, status, times_ns, arrival.out)
         lane.bell.ring()
@@ -338,7 +346,16 @@ class ShmExpertPlane:
         """Under the lock."""
         self._lanes = lanes
         ends = tuple(lanes.values())
-        self._ends = LaneEnds([(lane.memory, lane.seen) for lane in ends]), ends
+        looked_at = [
+            (
+                lane.memory,
+                lane.seen,
+                lane.answered,
+                not lane.offer.exact and lane.offer.shape().wire is torch.float32,
+            )
+            for lane in ends
+        ]
+        self._ends = LaneEnds(looked_at), ends
 
     def _check(self, lane: ExpertLane) -> None:
         if is_closed(lane.connection):
@@ -383,7 +400,6 @@ def _arrival(lane: ExpertLane, index: int, request: Request) -> Arrival:
         slot.pair_expert[:pairs],
         slot.pair_weight[:pairs],
         memory.out(slot, pairs if exact else request.tokens),
-        slot.at if lane.sums_in_slot else 0,
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ep_kernels.few import FewBanks, Served
 from ep_kernels.native_library import load
 from ep_kernels.plane import (
     AnswerStatus,
@@ -27,6 +28,8 @@ from ep_kernels.plane import (
     PlaneError,
 )
 from ep_kernels.shm.layout import LaneLayout, Layout, lay_out
+
+Int64Array = npt.NDArray[np.int64]
 
 _REQUEST: Final = Struct("=7q")
 _ANSWER: Final = Struct("=5q")
@@ -201,7 +204,7 @@ class LaneMemory:
     __slots__ = ("answer_flags", "layout", "request_flags", "slots")
 
     out_in_slot: ClassVar[bool] = True
-    """Whether ``out`` lies in the slot, where C may write it."""
+    """Whether ``out`` lies in the slot, where C can write it."""
 
     def __init__(
         self, mapping: mmap.mmap, layout: LaneLayout, rows: Sequence[Rows | None] | None = None
@@ -282,24 +285,36 @@ class Came(NamedTuple):
 class LaneEnds:
     """An expert worker's lanes, all looked at by one call. One thread at a time.
 
-    Each lane comes with the newest flag seen in each of its ring slots, ``[ring_slots]``.
+    Each lane comes with the newest flag seen and the newest answered in each of its ring slots,
+    ``[ring_slots]``, and whether it carries fp32 and sums.
     """
 
-    def __init__(self, lanes: Sequence[tuple[LaneMemory, npt.NDArray[np.int64]]] = ()) -> None:
+    def __init__(
+        self, lanes: Sequence[tuple[LaneMemory, Int64Array, Int64Array, bool]] = ()
+    ) -> None:
         self._lanes = tuple(lanes)
         self._slots = [
-            np.array([slot.at for slot in memory.slots], dtype=np.uintp) for memory, _ in lanes
+            np.array([slot.at for slot in memory.slots], dtype=np.uintp) for memory, *_ in lanes
         ]
         self._ends = np.array(
             [
-                (slots.ctypes.data, seen.ctypes.data, slots.size)
-                for slots, (_, seen) in zip(self._slots, lanes, strict=True)
+                (
+                    *(array.ctypes.data for array in (slots, seen, answered)),
+                    slots.size,
+                    sums and memory.out_in_slot,
+                )
+                for slots, (memory, seen, answered, sums) in zip(self._slots, lanes, strict=True)
             ],
             dtype=np.int64,
         )
         most = sum(slots.size for slots in self._slots)
         self._found = np.zeros(max(1, most) * _ARRIVAL_INTS, dtype=np.int64)
-        self._arguments = (self._ends.ctypes.data, len(self._lanes), self._found.ctypes.data)
+        self._at = self._ends.ctypes.data
+        self._arguments = (self._at, len(self._lanes), self._found.ctypes.data)
+
+    def serve(self, banks: FewBanks) -> Served | None:
+        """See ``ExpertPlane``."""
+        return banks.serve(self._at, len(self._lanes))
 
     def look(self) -> list[Came]:
         """Requests whose flag is not the one last seen, which becomes the one last seen."""

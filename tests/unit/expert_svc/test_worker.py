@@ -7,6 +7,7 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
+from ep_kernels.few import FewBanks
 from ep_kernels.grouped_ffn import ExpertBank, reference_rows, reference_sum
 from ep_kernels.plane import AnswerStatus, Arrival
 
@@ -74,6 +75,9 @@ class ListPlane:
         self.woken = 0
         self.corrupt_lanes = 0
         self.worker: Worker | None = None
+
+    def serve(self, banks: FewBanks) -> None:
+        """Its parts are in no lane."""
 
     def poll(self) -> list[Arrival]:
         return self.batches.popleft() if self.batches else []
