@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +15,15 @@ from tests.support.meshes import Mesh
 from tests.support.oracle import Continuation, Oracle
 
 TOLERANCE = 1e-4
-STREAMS = 3
+STREAMS = 4
+TOKENS = 400
+CHECKED = 60
+"""Of them, against transformers; in exact mode the others follow from what is equal."""
 
 
-def complete(mesh: Mesh, prompt: list[int], steps: int) -> dict[str, Any]:
+def complete(mesh: Mesh, stream: int, steps: int) -> dict[str, Any]:
     body = {
-        "model": "deepseek", "prompt": prompt, "max_tokens": steps, "temperature": 0,
+        "model": "deepseek", "prompt": prompt_of(stream), "max_tokens": steps, "temperature": 0,
         "logprobs": 1, "ignore_eos": True,
     }  # fmt: skip
     status, answer = mesh.post("/v1/completions", body)
@@ -28,13 +32,9 @@ def complete(mesh: Mesh, prompt: list[int], steps: int) -> dict[str, Any]:
 
 
 def check(got: dict[str, Any], want: Continuation) -> None:
-    assert len(got["token_logprobs"]) == len(want.tokens)
+    assert len(got["token_logprobs"]) >= len(want.tokens)
     for step, token in enumerate(want.tokens):
         assert abs(got["token_logprobs"][step] - float(want.logprobs[step][token])) <= TOLERANCE
-
-
-def first(whole: Continuation, steps: int) -> Continuation:
-    return Continuation(whole.tokens[:steps], whole.logprobs[:steps])
 
 
 def prompt_of(stream: int) -> list[int]:
@@ -49,32 +49,27 @@ def oracle(tiny_deepseek: Path) -> Oracle:
 def test_over_gloo_tokens_are_right_and_a_killed_worker_costs_none(
     tiny_deepseek: Path, oracle: Oracle
 ) -> None:
-    steps = 100
-    wanted = [oracle.greedy(prompt_of(stream), steps) for stream in range(STREAMS)]
     planes = {"network__data_plane": "gloo", "network__listen": "127.0.0.1"}
-    with Mesh(tiny_deepseek, experts=2, **planes) as mesh:
-        check(complete(mesh, prompt_of(0), 8), first(wanted[0], 8))
+    with Mesh(tiny_deepseek, experts=2, model__exact="true", **planes) as mesh:
         router_log = mesh.run_dir / "logs" / "router-0.log"
         assert router_log.read_text().count('"over":"gloo"') == 2
         pid = next(m["pid"] for m in mesh.members("expert") if m["id"] == "expert-1")
         with ThreadPoolExecutor(STREAMS) as pool:
-            running = [
-                pool.submit(complete, mesh, prompt_of(stream), steps) for stream in range(STREAMS)
-            ]
+            wanted = list(pool.map(lambda stream: complete(mesh, stream, TOKENS), range(STREAMS)))
+            running = [pool.submit(complete, mesh, stream, TOKENS) for stream in range(STREAMS)]
             mesh.wait_for(lambda: running_requests(mesh) == STREAMS, "all to run")
             os.kill(pid, signal.SIGKILL)
             got = [future.result() for future in running]
-        for one, want in zip(got, wanted, strict=True):
-            check(one, want)
+        check(wanted[0], oracle.greedy(prompt_of(0), CHECKED))
+        assert got == wanted
         # The death came while it mattered, and cost the lane of one worker.
-        log = router_log.read_text()
-        assert "lane.lost peer=expert-1" in log
-        assert "lane.lost peer=expert-0" not in log
+        events = [json.loads(line) for line in router_log.read_text().splitlines()]
+        assert {e["peer"] for e in events if e["event"] == "lane.lost"} == {"expert-1"}
         mesh.wait_for(lambda: came_back(mesh, pid), "expert-1 to come back")
         mesh.wait_for(
             lambda: router_log.read_text().count('"over":"gloo"') == 3, "a lane to its heir"
         )
-        check(complete(mesh, prompt_of(1), 8), first(wanted[1], 8))
+        check(complete(mesh, 0, CHECKED), oracle.greedy(prompt_of(0), CHECKED))
 
 
 def test_over_symmetric_memory_in_the_interpreter_tokens_are_right(
@@ -86,7 +81,7 @@ def test_over_symmetric_memory_in_the_interpreter_tokens_are_right(
     with Mesh(
         tiny_deepseek, experts=1, network__data_plane="symm", environment=interpreting
     ) as mesh:
-        check(complete(mesh, prompt_of(0), 3), want)
+        check(complete(mesh, 0, 3), want)
 
 
 def running_requests(mesh: Mesh) -> float:
