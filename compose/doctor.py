@@ -33,6 +33,7 @@ def findings(machine: Machine, settings: Settings) -> tuple[Finding, ...]:
         *_system(machine, settings),
         *_torch(machine),
         *_gpus(machine),
+        *_devices(machine, settings),
         *_planes(machine),
         *_limits(machine, settings),
     )
@@ -136,6 +137,28 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
         )
     else:
         yield _ok("Triton", f"{machine.packages['triton']} with {machine.compiler}")
+
+
+def _devices(machine: Machine, settings: Settings) -> Iterator[Finding]:
+    """Whether the devices that services are to compute on are here."""
+    for key, device in (("expert.device", settings.expert.device),):
+        if device == "cpu":
+            continue
+        gpus = 0 if machine.torch is None else len(machine.torch.gpus)
+        index = int(device.partition(":")[2] or 0)
+        if "triton" not in machine.packages:
+            lacks = "Triton is not installed"
+        elif device != "interpreter" and index >= gpus:
+            lacks = f"torch sees {gpus} GPUs" + (", counted from 0" if gpus else "")
+        else:
+            yield _ok(key, f"{device} is here")
+            continue
+        yield Finding(
+            about=key,
+            verdict="fault",
+            found=f"{device}, and {lacks}",
+            advice=f"pip install 'moemesh[{_extra(machine)}]', or {key} = cpu",
+        )
 
 
 def _driver(machine: Machine, torch: Torch | None) -> Finding:

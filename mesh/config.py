@@ -230,6 +230,10 @@ _NOT_NEGATIVE = _Rule(lambda v: 0 <= v < float("inf"), "expected 0 or more")
 _PORT = _Rule(lambda v: 0 <= v <= 65535, "expected a port, 0 to 65535 (0: any free one)")
 _HOST = _Rule(bool, "expected a host name or address")
 _NAME = _Rule(lambda v: not name_fault(v), NAME_EXPECTED)
+_DEVICE = _Rule(
+    lambda v: re.fullmatch("cpu|interpreter|cuda(:[0-9]{1,3})?", v) is not None,
+    "expected cpu, cuda, cuda:N or interpreter",
+)
 
 
 def _are_ports(text: str) -> bool:
@@ -263,6 +267,7 @@ _RULES: Mapping[str, _Rule] = {
     "router.threads": _POSITIVE,
     "router.capacity_tokens": _POSITIVE,
     "router.expert_timeout_s": _POSITIVE,
+    "expert.device": _DEVICE,
     "expert.threads": _POSITIVE,
     "expert.slots_per_layer": _NOT_NEGATIVE,
     "expert.max_lanes": _POSITIVE,
@@ -348,6 +353,11 @@ def _check_values(values: Mapping[str, Any], origin: Mapping[str, str]) -> None:
             f"expected at most router.max_step_tokens = {values['router.max_step_tokens']}: "
             "each running sequence takes one token of a step",
         )
+    if values["expert.device"] != "cpu":
+        if values["model.exact"]:
+            refuse("expert.device", "expected cpu: model.exact = true is kept on CPUs alone")
+        if values["model.weights"] != "auto":
+            refuse("expert.device", "expected cpu, or model.weights = 'auto': a device keeps bf16")
     if values["planner.cold_factor"] > values["planner.hot_factor"] / 2:
         refuse(
             "planner.cold_factor",

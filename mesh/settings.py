@@ -155,6 +155,11 @@ class RouterSettings(_Section, frozen=True, kw_only=True):
 
 
 class ExpertSettings(_Section, frozen=True, kw_only=True):
+    device: str = "cpu"
+    """Where experts are kept and computed: cpu, cuda (the first GPU that the process sees), cuda:N,
+    or interpreter: the GPU's kernels on the CPU by Triton's interpreter, to check them, thousands
+    of times slower. On a GPU weights are bf16 whatever the checkpoint's type. See
+    docs/devices.md."""
     threads: int = 1
     """OpenMP threads of the grouped FFN."""
     slots_per_layer: int = 0

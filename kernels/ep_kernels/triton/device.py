@@ -1,0 +1,224 @@
+"""The device that kernels run on: streams, marks in them, pinned memory. All that is CUDA's own.
+
+``open_device("cuda:1")`` is a GPU; ``open_device("interpreter")`` is the CPU, where Triton's
+interpreter runs the same kernels and a stream's work is done as soon as it is queued. What uses a
+``Device`` is the same code for both.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from importlib.util import find_spec
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+
+INTERPRETER = "interpreter"
+_INTERPRET = "TRITON_INTERPRET"
+PAUSE_S = 5e-5
+"""Between two looks at a mark, for who waits for it."""
+
+
+class DeviceUnavailable(RuntimeError):
+    """``device`` cannot be computed on; nothing was started. Whoever configured it decides.
+
+    Attributes: ``device`` as it was named, and what it ``lacks``, in words.
+    """
+
+    def __init__(self, device: str, lacks: str) -> None:
+        super().__init__(f"device {device!r} cannot be used: {lacks}")
+        self.device = device
+        self.lacks = lacks
+
+
+class DeviceHung(RuntimeError):
+    """Work on the device has not ended within its deadline. The process should end: what it has
+    under way there may still write to memory.
+    """
+
+    def __init__(self, device: str, waited_s: float) -> None:
+        super().__init__(f"device {device!r} has not ended its work for {waited_s:g} s")
+
+
+class Mark(Protocol):
+    """A point in a stream's work."""
+
+    @property
+    def done(self) -> bool:
+        """Whether everything before it has ended. Never blocks; raises what the device raised."""
+
+
+class Stream(Protocol):
+    """Work that the device does in order. ``with stream:`` queues what the block starts; one
+    thread at a time, not nested.
+    """
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def mark(self) -> Mark:
+        """Behind what has been queued so far."""
+
+    def follow(self, mark: Mark) -> None:
+        """What is queued from now on waits for ``mark``, which may be another stream's."""
+
+
+class Device(Protocol):
+    """Where kernels run. Streams and memory may be asked for on any thread."""
+
+    name: str
+    place: torch.device
+    """Where tensors that kernels take lie."""
+
+    def stream(self) -> Stream: ...
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Host memory ``[nbytes]`` uint8 that is copied to and from without the host's help."""
+
+
+def open_device(name: str) -> Device:
+    """``cuda``, ``cuda:N`` or ``interpreter``. Raises ``DeviceUnavailable``.
+
+    ``interpreter`` must be opened before triton is imported: it is chosen for the whole process.
+    """
+    if find_spec("triton") is None:
+        raise DeviceUnavailable(name, "Triton is not installed; `moemesh doctor` says what to do")
+    if name == INTERPRETER:
+        return _open_interpreter()
+    if os.environ.get(_INTERPRET, "0") not in {"", "0"}:
+        raise DeviceUnavailable(name, f"{_INTERPRET} is set: kernels would run on the CPU")
+    return _open_cuda(name)
+
+
+def _open_cuda(name: str) -> Device:
+    if torch.version.cuda is None:
+        raise DeviceUnavailable(name, f"torch {torch.__version__} is a build for CPUs")
+    try:
+        device = torch.device(name)
+        count = torch.cuda.device_count()
+        if not count:
+            raise DeviceUnavailable(name, "torch sees no GPU; `moemesh doctor` says more")
+        index = device.index or 0
+        if index >= count:
+            raise DeviceUnavailable(name, f"torch sees {count} GPUs, counted from 0")
+        device = torch.device("cuda", index)
+        torch.zeros(1, device=device)  # what the driver has to say, it says now
+        from ep_kernels.triton.tuning import architecture_of  # noqa: PLC0415
+
+        architecture_of(device)
+    except DeviceUnavailable:
+        raise
+    except RuntimeError as error:
+        raise DeviceUnavailable(name, str(error)) from error
+    return _Cuda(name, device)
+
+
+def _open_interpreter() -> Device:
+    chosen = os.environ.get(_INTERPRET) == "1"
+    if not chosen:
+        if "triton" in sys.modules:
+            raise DeviceUnavailable(INTERPRETER, "triton was imported before it was chosen")
+        os.environ[_INTERPRET] = "1"
+    from ep_kernels.triton.interpreter import correct_interpreter  # noqa: PLC0415
+
+    correct_interpreter()
+    return _Interpreter()
+
+
+class _CudaMark:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    @property
+    def done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+
+class _CudaStream:
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._context = torch.cuda.stream(self._stream)
+
+    def __enter__(self) -> Self:
+        self._context.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._context.__exit__(kind, error, trace)
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return _CudaMark(event)
+
+    def follow(self, mark: Mark) -> None:
+        assert isinstance(mark, _CudaMark), "a mark of another device"
+        self._stream.wait_event(mark.event)
+
+
+class _Cuda:
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self.place = device
+
+    def stream(self) -> Stream:
+        return _CudaStream(self.place)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+class _Passed:
+    """Work that ended when it was queued."""
+
+    done = True
+
+
+_PASSED = _Passed()
+_ONE_AT_A_TIME = threading.RLock()
+"""The interpreter keeps the program that it runs in variables of its module."""
+
+
+class _HostStream:
+    def __enter__(self) -> Self:
+        _ONE_AT_A_TIME.acquire()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _ONE_AT_A_TIME.release()
+
+    def mark(self) -> Mark:
+        return _PASSED
+
+    def follow(self, mark: Mark) -> None:
+        del mark
+
+
+class _Interpreter:
+    name = INTERPRETER
+    place = torch.device("cpu")
+
+    def stream(self) -> Stream:
+        return _HostStream()
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
