@@ -141,7 +141,8 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
 
 def _devices(machine: Machine, settings: Settings) -> Iterator[Finding]:
     """Whether the devices that services are to compute on are here."""
-    for key, device in (("expert.device", settings.expert.device),):
+    wanted = {"router.device": settings.router.device, "expert.device": settings.expert.device}
+    for key, device in wanted.items():
         if device == "cpu":
             continue
         gpus = 0 if machine.torch is None else len(machine.torch.gpus)

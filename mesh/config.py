@@ -258,6 +258,7 @@ _RULES: Mapping[str, _Rule] = {
     "gateway.max_body_bytes": _POSITIVE,
     "gateway.request_timeout_s": _POSITIVE,
     "gateway.router_wait_s": _NOT_NEGATIVE,
+    "router.device": _DEVICE,
     "router.tp": _POSITIVE,
     "router.max_step_tokens": _POSITIVE,
     "router.max_running": _POSITIVE,
@@ -353,11 +354,16 @@ def _check_values(values: Mapping[str, Any], origin: Mapping[str, str]) -> None:
             f"expected at most router.max_step_tokens = {values['router.max_step_tokens']}: "
             "each running sequence takes one token of a step",
         )
-    if values["expert.device"] != "cpu":
-        if values["model.exact"]:
-            refuse("expert.device", "expected cpu: model.exact = true is kept on CPUs alone")
-        if values["model.weights"] != "auto":
-            refuse("expert.device", "expected cpu, or model.weights = 'auto': a device keeps bf16")
+    for key in ("router.device", "expert.device"):
+        if values[key] != "cpu" and values["model.exact"]:
+            refuse(key, "expected cpu: model.exact = true is kept on CPUs alone")
+    if values["expert.device"] != "cpu" and values["model.weights"] != "auto":
+        refuse("expert.device", "expected cpu, or model.weights = 'auto': experts there are bf16")
+    if values["router.device"] != "cpu":
+        if values["model.weights"] == "fp16":
+            refuse("router.device", "expected cpu, or model.weights = 'auto' (bf16) or 'fp32'")
+        if values["router.tp"] != 1:
+            refuse("router.device", "expected cpu, or router.tp = 1")
     if values["planner.cold_factor"] > values["planner.hot_factor"] / 2:
         refuse(
             "planner.cold_factor",

@@ -15,7 +15,7 @@ from tests.support.checkpoints import variant
 from tests.support.meshes import Mesh
 from tests.support.oracle import Continuation, Oracle
 
-STEPS = 5
+STEPS = 4
 TOLERANCE = 0.1
 """Of a log-probability: weights, rows and cache are bf16, and the model's head is not scaled."""
 
@@ -24,7 +24,7 @@ def decided(oracle: Oracle, count: int) -> list[tuple[list[int], Continuation]]:
     """Prompts whose greedy tokens lead by more than bf16 could take away."""
     rng, found = random.Random(3), []
     while len(found) < count:
-        prompt = [rng.randrange(8, 380) for _ in range(rng.choice((1, 7, 19)))]
+        prompt = [rng.randrange(8, 380) for _ in range(rng.choice((2, 7)))]
         wanted = oracle.greedy(prompt, STEPS)
         best = wanted.logprobs.topk(2).values
         if float((best[:, 0] - best[:, 1]).min()) > 2 * TOLERANCE:
@@ -59,9 +59,9 @@ def test_experts_on_devices_give_transformers_tokens_before_and_after_a_move(
 ) -> None:
     path = variant("deepseek", checkpoints)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    cases = decided(Oracle(path), 3)
-    with Mesh(path, experts=2, expert__device="interpreter") as mesh:
-        for prompt, wanted in cases[:2]:
+    cases = decided(Oracle(path), 2)
+    with Mesh(path, experts=2, router__device="interpreter", expert__device="interpreter") as mesh:
+        for prompt, wanted in cases:
             check(mesh, tokenizer, prompt, wanted)
         mesh.run("drain", "expert-1")
         mesh.wait_for(

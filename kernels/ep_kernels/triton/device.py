@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from importlib.util import find_spec
 from types import TracebackType
 from typing import Protocol, Self
@@ -18,8 +19,10 @@ import torch
 
 INTERPRETER = "interpreter"
 _INTERPRET = "TRITON_INTERPRET"
-PAUSE_S = 5e-5
-"""Between two looks at a mark, for who waits for it."""
+TIMEOUT_S = 30.0
+"""Longer than any work that is waited for takes."""
+_SPIN_S = 1e-3
+_PAUSE_S = 5e-5
 
 
 class DeviceUnavailable(RuntimeError):
@@ -73,16 +76,35 @@ class Stream(Protocol):
 
 
 class Device(Protocol):
-    """Where kernels run. Streams and memory may be asked for on any thread."""
+    """Where kernels run."""
 
     name: str
     place: torch.device
     """Where tensors that kernels take lie."""
 
-    def stream(self) -> Stream: ...
+    def stream(self) -> Stream:
+        """A new one. Any thread."""
+
+    def settle(self) -> Stream:
+        """A new one in which the calling thread queues all that it starts from now on."""
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Host memory ``[nbytes]`` uint8 that is copied to and from without the host's help."""
+        """Host memory ``[nbytes]`` uint8 that is copied to and from without the host's help. Any
+        thread.
+        """
+
+
+def wait_for(device: Device, mark: Mark, timeout_s: float = TIMEOUT_S) -> None:
+    """Block until ``mark`` is done: at first without sleeping, since most waits are shorter than a
+    sleep takes. Raises ``DeviceHung``.
+    """
+    began = time.monotonic()
+    while not mark.done:
+        waited_s = time.monotonic() - began
+        if waited_s > timeout_s:
+            raise DeviceHung(device.name, timeout_s)
+        if waited_s > _SPIN_S:
+            time.sleep(_PAUSE_S)
 
 
 def open_device(name: str) -> Device:
@@ -178,6 +200,9 @@ class _Cuda:
     def stream(self) -> Stream:
         return _CudaStream(self.place)
 
+    def settle(self) -> Stream:
+        return _CudaStream(self.place).__enter__()
+
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
@@ -219,6 +244,9 @@ class _Interpreter:
 
     def stream(self) -> Stream:
         return _HostStream()
+
+    def settle(self) -> Stream:
+        return _HostStream().__enter__()
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)

@@ -8,19 +8,18 @@ only asks whether they have come. So one batch is copied while another is comput
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import monotonic, sleep
+from time import monotonic
 
 import numpy as np
 import torch
 
 from ep_kernels.plane import FloatArray, IntArray
 from ep_kernels.triton.bank import DTYPE, DeviceBank
-from ep_kernels.triton.device import PAUSE_S, Device, DeviceHung, Mark
+from ep_kernels.triton.device import TIMEOUT_S, Device, DeviceHung, Mark, wait_for
 from ep_kernels.triton.grouped_gemm import PREFILL_ROWS, ApartWeights, expert_ffn
 
 DEPTH = 2
 """Flights at a time: one is computed while the host fills or empties the other."""
-TIMEOUT_S = 30.0
 _ALIGN = 256
 _LEAST_BYTES = 1 << 16
 
@@ -169,8 +168,7 @@ class Flights:
 
     def wait(self, flight: Flight) -> None:
         """Block until the flight is done. Raises ``DeviceHung``."""
-        while not flight.done:
-            sleep(PAUSE_S)
+        wait_for(self._device, flight)
 
     def end(self, flight: Flight) -> None:
         """Use the memory of a flight that is ``done`` for another one."""

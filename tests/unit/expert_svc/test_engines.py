@@ -30,26 +30,39 @@ def test_the_interpreter_is_chosen_before_triton_or_not_at_all() -> None:
     assert done.stdout.strip() == "triton was imported before it was chosen"
 
 
-def test_a_worker_on_the_cpu_loads_no_triton() -> None:
-    script = "import sys, expert_svc.service; print('triton' in sys.modules)"
+@pytest.mark.parametrize("service", ["expert_svc", "router_svc"])
+def test_who_computes_on_the_cpu_loads_no_triton(service: str) -> None:
+    script = f"import sys, {service}.service; print('triton' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.parametrize("role", ["router", "expert"])
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:1000", "CUDA", ""])
-def test_only_devices_are_accepted(name: str) -> None:
+def test_only_devices_are_accepted(role: str, name: str) -> None:
     with pytest.raises(ConfigError, match="expected cpu, cuda, cuda:N or interpreter"):
-        load(None, {"expert.device": name}, {})
+        load(None, {f"{role}.device": name}, {})
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "why"),
-    [("model.exact", "true", "model.exact"), ("model.weights", "fp32", "keeps bf16")],
+    ("role", "key", "value", "why"),
+    [
+        ("expert", "model.exact", "true", "model.exact"),
+        ("router", "model.exact", "true", "model.exact"),
+        ("expert", "model.weights", "fp32", "bf16"),
+        ("expert", "model.weights", "fp16", "bf16"),
+        ("router", "model.weights", "fp16", "bf16"),
+        ("router", "router.tp", "2", "router.tp = 1"),
+    ],
 )
-def test_what_a_device_cannot_keep_is_refused(key: str, value: str, why: str) -> None:
+def test_what_a_device_cannot_do_is_refused(role: str, key: str, value: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why) as refused:
-        load(None, {"expert.device": "cuda", key: value}, {})
-    assert "expert.device" in str(refused.value)
-    load(None, {"expert.device": "cuda:3"}, {})
+        load(None, {f"{role}.device": "cuda", key: value}, {})
+    assert f"{role}.device" in str(refused.value)
+
+
+def test_a_router_on_a_device_may_have_fp32_weights() -> None:
+    load(None, {"router.device": "cuda:3", "model.weights": "fp32"}, {})
+    load(None, {"router.device": "cuda", "expert.device": "cuda:1"}, {})

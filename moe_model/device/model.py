@@ -1,0 +1,290 @@
+"""``RouterModel`` on a device: the same steps, on tensors that lie there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from ep_kernels.gating import GateRule
+from ep_kernels.triton.attention import MOST_SPLITS, CacheRows, Queries, attend
+from ep_kernels.triton.device import Device, Stream
+from ep_kernels.triton.gate import gate
+from ep_kernels.triton.rows import rms_norm
+from ep_kernels.triton.transfer import download, upload
+from torch.nn.functional import embedding, linear, silu
+
+from moe_model.architecture import GqaSpec, MlaSpec, ModelSpec
+from moe_model.checkpoint import Checkpoint
+from moe_model.device.attention import DeviceGroupedAttention, DeviceLatentAttention, Place
+from moe_model.device.experts import HostExperts
+from moe_model.device.plan import DevicePlan, plan_on_device
+from moe_model.experts import ExpertClient
+from moe_model.forward import MakeClient
+from moe_model.gate import gate_rule
+from moe_model.kv_cache import row_stride
+from moe_model.model import FFN_PARTS, Reader
+from moe_model.plan import Chunk
+from moe_model.rope import Rope
+from moe_model.shard import Shard
+from moe_model.spec import load_spec
+from moe_model.tensors import TensorTable
+
+DeviceWeights = Literal["auto", "fp32"]
+"""auto: bf16."""
+
+
+class DeviceCache:
+    """See ``KVCache``; ``layers[i]`` is ``[rows, width]`` on the device."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        width: int,
+        *,
+        dtype: torch.dtype,
+        device: Device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._device = device
+        stride = row_stride(width)
+        self._blocks = [
+            torch.zeros(num_blocks, block_size * stride, dtype=dtype, device=device.place)
+            for _ in range(num_layers)
+        ]
+        self.layers = [blocks.view(-1, stride)[:, :width] for blocks in self._blocks]
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero ``blocks`` in all layers."""
+        (index,) = upload(self._device, torch.tensor(blocks))
+        for layer in self._blocks:
+            layer.index_fill_(0, index, 0.0)
+
+
+class _SwiGlu:
+    """``down(silu(gate x) * up x)``: ``[n, hidden]`` fp32 -> the same."""
+
+    def __init__(
+        self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, place: Place
+    ) -> None:
+        self._gate_up = place(torch.cat([gate, up]))
+        self._down = place(down)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = self._down.dtype
+        gate, up = linear(x.to(dtype), self._gate_up).float().chunk(2, 1)
+        return linear(silu(gate).mul_(up).to(dtype), self._down).float()
+
+
+@dataclass(frozen=True, slots=True)
+class _Gate:
+    rule: GateRule
+    weight: torch.Tensor
+    """``[experts, hidden]`` fp32."""
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gate(linear(x, self.weight), self.rule, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: torch.Tensor
+    attention: DeviceLatentAttention | DeviceGroupedAttention
+    ffn_norm: torch.Tensor
+    dense: _SwiGlu | None
+    gate: _Gate | None
+    shared: _SwiGlu | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    spec: ModelSpec
+    layers: tuple[_Layer, ...]
+    table: torch.Tensor
+    final_norm: torch.Tensor
+    head: torch.Tensor
+    rope: Rope
+
+
+class DeviceModel:
+    """See ``RouterModel``: the same methods, whose ``h``, ``x`` and results lie on the device, but
+    for ``logits``. Made by ``load_device_model``, whose thread alone may call it.
+    """
+
+    waited_ns = 0
+
+    def __init__(self, parts: _Parts, device: Device, stream: Stream) -> None:
+        self.spec = parts.spec
+        self._parts = parts
+        self._layers = parts.layers
+        self._device = device
+        self._stream = stream
+        self._dtype = parts.head.dtype
+
+    def clients(self, make: MakeClient, computed: Callable[[int, int], None]) -> MakeClient:
+        """Clients that take and give rows on the device, over those that ``make`` makes."""
+
+        def clients(decodes: bytes) -> ExpertClient:
+            return HostExperts(make(decodes), self._device, self._stream, computed)
+
+        return clients
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        stride = row_stride(self.spec.attention.cache_width)
+        return self._dtype.itemsize * self.spec.num_layers * block_size * stride
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> DeviceCache:
+        """An empty cache, with the attention kernels compiled that it is read by."""
+        spec = self.spec
+        cache = DeviceCache(
+            spec.num_layers,
+            num_blocks,
+            block_size,
+            spec.attention.cache_width,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        self._warm_up(cache)
+        return cache
+
+    def plan(self, chunks: Sequence[Chunk], block_size: int = 16) -> DevicePlan:
+        return plan_on_device(
+            chunks, block_size, self.spec.max_context, self._parts.rope, self._device
+        )
+
+    def embed(self, plan: DevicePlan) -> torch.Tensor:
+        return embedding(plan.token_ids, self._parts.table).float()
+
+    def attend(
+        self, layer: int, h: torch.Tensor, plan: DevicePlan, kv: DeviceCache
+    ) -> torch.Tensor:
+        if plan.block_size != kv.block_size:
+            raise ValueError(
+                f"the step was planned for blocks of {plan.block_size} tokens, "
+                f"the cache has blocks of {kv.block_size}"
+            )
+        parts = self._layers[layer]
+        x = rms_norm(h, parts.attention_norm, self.spec.norm_eps).to(self._dtype)
+        return h + parts.attention(x, plan, kv.layers[layer])
+
+    def ffn_input(self, layer: int, h: torch.Tensor) -> torch.Tensor:
+        return rms_norm(h, self._layers[layer].ffn_norm, self.spec.norm_eps)
+
+    def dense(self, layer: int, h: torch.Tensor) -> torch.Tensor:
+        dense = self._layers[layer].dense
+        assert dense is not None
+        return dense(self.ffn_input(layer, h)).add_(h)
+
+    def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = self._layers[layer].gate
+        assert chosen is not None
+        return chosen(x)
+
+    def shared(self, layer: int, x: torch.Tensor) -> torch.Tensor | None:
+        shared = self._layers[layer].shared
+        return None if shared is None else shared(x)
+
+    def logits(self, h_rows: torch.Tensor) -> torch.Tensor:
+        """``[rows, vocab]`` fp32 on the host, where tokens are drawn."""
+        parts = self._parts
+        x = rms_norm(h_rows.contiguous(), parts.final_norm, self.spec.norm_eps).to(self._dtype)
+        return download(self._device, self._stream, linear(x, parts.head).float())[0]
+
+    def _warm_up(self, cache: DeviceCache) -> None:
+        """Each number of shares of the keys is a kernel of its own."""
+        attention, place = self.spec.attention, self._device.place
+        if isinstance(attention, MlaSpec):
+            rows = CacheRows(1, attention.cache_width, attention.kv_lora_rank, 0, cache.block_size)
+        else:
+            heads, dim = attention.num_kv_heads, attention.head_dim
+            window = attention.sliding_window or 0
+            rows = CacheRows(heads, dim, dim, heads * dim, cache.block_size, window)
+        one = torch.ones(1, dtype=torch.int32, device=place)
+        queries = Queries(torch.cat((one - 1, one)), one, (one - 1).unsqueeze(1), 1, 1)
+        q = torch.zeros(1, attention.num_heads, rows.key_dim, dtype=self._dtype, device=place)
+        splits = 1
+        while splits <= MOST_SPLITS:
+            attend(q, cache.layers[0], queries, rows, splits=splits)
+            splits *= 2
+
+
+def load_device_model(
+    path: Path,
+    device: Device,
+    *,
+    weights: DeviceWeights = "auto",
+    progress: Callable[[float], None] | None = None,
+) -> DeviceModel:
+    """Read everything but the routed experts from the checkpoint at ``path`` onto ``device``, for
+    the calling thread. Raises ``CheckpointError`` before any tensor is converted if one is missing
+    or wrong, and ``torch.OutOfMemoryError``.
+    """
+    spec = load_spec(path)
+    table, shard = TensorTable(spec), Shard(spec)
+    report = progress or (lambda _share: None)
+    dtype = torch.float32 if weights == "fp32" else torch.bfloat16
+    stream = device.settle()
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype).contiguous().to(device.place, copy=True)
+
+    def place_fp32(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float().contiguous().to(device.place, copy=True)
+
+    with Checkpoint(path) as checkpoint, torch.inference_mode():
+        checkpoint.check(table.router())
+        reader = Reader(checkpoint, table, shard)
+        embeddings = place(reader.tensor("embedding"))
+        layers = []
+        for layer in range(spec.num_layers):
+            report(layer / spec.num_layers)
+            layers.append(_load_layer(spec, reader, layer, place, place_fp32))
+        parts = _Parts(
+            spec=spec,
+            layers=tuple(layers),
+            table=embeddings,
+            final_norm=place_fp32(reader.tensor("final_norm")),
+            head=embeddings if spec.tie_word_embeddings else place(reader.tensor("head")),
+            rope=Rope(spec.rope, spec.max_context),
+        )
+    report(1.0)
+    return DeviceModel(parts, device, stream)
+
+
+def _load_layer(
+    spec: ModelSpec, reader: Reader, layer: int, place: Place, place_fp32: Place
+) -> _Layer:
+    roles = reader.table.layer_roles(layer)
+
+    def ffn(prefix: str) -> _SwiGlu | None:
+        if f"{prefix}_gate" not in roles:
+            return None
+        gate, up, down = (reader.tensor(f"{prefix}_{part}", layer) for part in FFN_PARTS)
+        return _SwiGlu(gate, up, down, place)
+
+    chosen = None
+    if "router" in roles:
+        weight = place_fp32(reader.tensor("router", layer))
+        rule = gate_rule(spec.gate, weight.shape[0], spec.experts_per_token)
+        bias = place_fp32(reader.tensor("router_bias", layer)) if "router_bias" in roles else None
+        chosen = _Gate(rule, weight, bias)
+    matrices = reader.role_map(reader.table.attention_roles, layer)
+    attention: DeviceLatentAttention | DeviceGroupedAttention
+    if isinstance(spec.attention, GqaSpec):
+        attention = DeviceGroupedAttention(spec.attention, spec.rope, matrices, place)
+    else:
+        attention = DeviceLatentAttention(spec.attention, spec.rope, matrices, place)
+    return _Layer(
+        attention_norm=place_fp32(reader.tensor("attention_norm", layer)),
+        attention=attention,
+        ffn_norm=place_fp32(reader.tensor("ffn_norm", layer)),
+        dense=ffn("dense"),
+        gate=chosen,
+        shared=ffn("shared"),
+    )
