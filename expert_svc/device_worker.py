@@ -8,6 +8,7 @@ batch up as soon as there is room, and publishes what has come down.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter_ns
 
@@ -37,6 +38,7 @@ class DeviceWorker(ComputeThread[DeviceBank]):
 
     def __init__(self, plane: ExpertPlane, table: SlotTable[DeviceBank], device: Device) -> None:
         super().__init__(plane, table)
+        self._device = device
         self._flights = Flights(device)
         self._trials = Flights(device)
         """The loader thread's own."""
@@ -63,15 +65,18 @@ class DeviceWorker(ComputeThread[DeviceBank]):
                     woke = perf_counter_ns()
                     tally.wait_ns += woke - slept
 
-    def warm_up(self) -> None:
+    def warm_up(self, progress: Callable[[float], None]) -> None:
         """Compile the kernels for the numbers of slots that are new, for few rows and for many."""
+        if not self._device.compiles:
+            return
         with torch.inference_mode():
             for bank in tuple(self._table.banks.values()):
-                if bank.num_slots and bank.num_slots not in self._warm:
-                    self._try_out(bank)
+                if bank.num_slots not in self._warm:
+                    self._try_out(bank, progress)
 
-    def _try_out(self, bank: DeviceBank) -> None:
+    def _try_out(self, bank: DeviceBank, progress: Callable[[float], None]) -> None:
         for tokens in self._trials.regimes(bank):
+            progress(1.0)
             with self._table.lock:
                 held = np.flatnonzero(bank.holds >= 0).astype(np.int32)
                 if not held.size:

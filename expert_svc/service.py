@@ -236,7 +236,7 @@ class ExpertWorker:
         )
         if applied.loaded:
             trim_heap()
-        self._worker.warm_up()
+        self._worker.warm_up(self._report)
         return applied
 
     def _on_fault(self, fault: Fault) -> None:

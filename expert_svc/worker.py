@@ -9,7 +9,7 @@ first, since one pass over its weights then serves most tokens; a part that has 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Generic
@@ -70,8 +70,10 @@ class ComputeThread(ABC, Generic[B]):
     def run(self) -> None:
         """The thread's body; calls everything of the plane but ``wake``. Returns after ``stop``."""
 
-    def warm_up(self) -> None:
-        """Make ready what computing with the slots as they are now needs. On the loader thread."""
+    def warm_up(self, progress: Callable[[float], None]) -> None:
+        """Make ready what computing with the slots as they are now needs. On the loader thread, as
+        is ``progress``, called now and then.
+        """
 
     @property
     def corrupt_lanes(self) -> int:

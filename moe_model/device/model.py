@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,8 +19,9 @@ from torch.nn.functional import embedding, linear, silu
 from moe_model.architecture import GqaSpec, MlaSpec, ModelSpec
 from moe_model.checkpoint import Checkpoint
 from moe_model.device.attention import DeviceGroupedAttention, DeviceLatentAttention, Place
+from moe_model.device.decode import Frame, Frames, Work, fits
 from moe_model.device.experts import HostExperts
-from moe_model.device.plan import DevicePlan, plan_on_device
+from moe_model.device.plan import DevicePlan, index_step, plan_on_device
 from moe_model.experts import ExpertClient
 from moe_model.forward import MakeClient
 from moe_model.gate import gate_rule
@@ -34,6 +35,10 @@ from moe_model.tensors import TensorTable
 
 DeviceWeights = Literal["auto", "fp32"]
 """auto: bf16."""
+
+
+_LOADED = 0.9
+"""Progress at which weights are there; compiling what reads the cache is the rest."""
 
 
 class DeviceCache:
@@ -52,9 +57,11 @@ class DeviceCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._device = device
+        self.spare_row = num_blocks * block_size
+        """Of a block more, which nobody reads."""
         stride = row_stride(width)
         self._blocks = [
-            torch.zeros(num_blocks, block_size * stride, dtype=dtype, device=device.place)
+            torch.zeros(num_blocks + 1, block_size * stride, dtype=dtype, device=device.place)
             for _ in range(num_layers)
         ]
         self.layers = [blocks.view(-1, stride)[:, :width] for blocks in self._blocks]
@@ -119,13 +126,20 @@ class DeviceModel:
 
     waited_ns = 0
 
-    def __init__(self, parts: _Parts, device: Device, stream: Stream) -> None:
+    def __init__(
+        self, parts: _Parts, device: Device, stream: Stream, progress: Callable[[float], None]
+    ) -> None:
         self.spec = parts.spec
         self._parts = parts
         self._layers = parts.layers
         self._device = device
         self._stream = stream
+        self._progress = progress
         self._dtype = parts.head.dtype
+        self._kv: DeviceCache | None = None
+        self._frames: Frames | None = None
+        self._frame: Frame | None = None
+        """Of the micro-batch whose layer is being computed; None if it has none."""
 
     def clients(self, make: MakeClient, computed: Callable[[int, int], None]) -> MakeClient:
         """Clients that take and give rows on the device, over those that ``make`` makes."""
@@ -140,7 +154,9 @@ class DeviceModel:
         return self._dtype.itemsize * self.spec.num_layers * block_size * stride
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> DeviceCache:
-        """An empty cache, with the attention kernels compiled that it is read by."""
+        """An empty cache, with the attention kernels compiled that it is read by. The only one that
+        plans are made for from now on.
+        """
         spec = self.spec
         cache = DeviceCache(
             spec.num_layers,
@@ -150,16 +166,26 @@ class DeviceModel:
             dtype=self._dtype,
             device=self._device,
         )
-        self._warm_up(cache)
+        if self._device.compiles:
+            self._warm_up(cache)
+        self._progress(1.0)
+        most_blocks = -(-spec.max_context // block_size)
+        turn = spec.rope.dim // 2
+        self._kv = cache
+        self._frames = Frames(lambda size: Frame(self._device, size, most_blocks, block_size, turn))
         return cache
 
     def plan(self, chunks: Sequence[Chunk], block_size: int = 16) -> DevicePlan:
-        return plan_on_device(
-            chunks, block_size, self.spec.max_context, self._parts.rope, self._device
-        )
+        index = index_step(chunks, block_size, self.spec.max_context, self._parts.rope)
+        kv, frames = self._kv, self._frames
+        if kv is None or frames is None or kv.block_size != block_size or not fits(index.counts):
+            return plan_on_device(index, block_size, self._device)
+        loan = frames.borrow(len(chunks))
+        loan.frame.fill(index, kv.spare_row)
+        return replace(loan.frame.plan, num_tokens=len(chunks), loan=loan)
 
     def embed(self, plan: DevicePlan) -> torch.Tensor:
-        return embedding(plan.token_ids, self._parts.table).float()
+        return embedding(plan.token_ids[: plan.num_tokens], self._parts.table).float()
 
     def attend(
         self, layer: int, h: torch.Tensor, plan: DevicePlan, kv: DeviceCache
@@ -169,26 +195,56 @@ class DeviceModel:
                 f"the step was planned for blocks of {plan.block_size} tokens, "
                 f"the cache has blocks of {kv.block_size}"
             )
-        parts = self._layers[layer]
-        x = rms_norm(h, parts.attention_norm, self.spec.norm_eps).to(self._dtype)
-        return h + parts.attention(x, plan, kv.layers[layer])
+        kv_rows = kv.layers[layer]
+        loan = plan.loan
+        assert loan is None or kv is self._kv, "the plan is for the newest cache"
+        self._frame = None if loan is None else loan.frame
+        index = plan if loan is None else loan.frame.plan
+        return self._run("attend", layer, lambda h: self._attend(layer, h, index, kv_rows), h)[0]
 
     def ffn_input(self, layer: int, h: torch.Tensor) -> torch.Tensor:
-        return rms_norm(h, self._layers[layer].ffn_norm, self.spec.norm_eps)
+        return self._run("ffn_input", layer, lambda h: self._ffn_input(layer, h), h)[0]
 
     def dense(self, layer: int, h: torch.Tensor) -> torch.Tensor:
-        dense = self._layers[layer].dense
-        assert dense is not None
-        return dense(self.ffn_input(layer, h)).add_(h)
+        return self._run("dense", layer, lambda h: self._dense(layer, h), h)[0]
 
     def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         chosen = self._layers[layer].gate
         assert chosen is not None
-        return chosen(x)
+        experts, weights = self._run("route", layer, chosen, x)
+        return experts, weights
 
     def shared(self, layer: int, x: torch.Tensor) -> torch.Tensor | None:
         shared = self._layers[layer].shared
-        return None if shared is None else shared(x)
+        if shared is None:
+            return None
+        return self._run("shared", layer, lambda x: (shared(x),), x)[0]
+
+    def _run(
+        self, name: str, layer: int, work: Work, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """``work``, or its segment in the frame of the micro-batch that attended last: a layer's
+        other calls follow its ``attend`` before another micro-batch's.
+        """
+        if self._frame is None:
+            return work(rows)
+        return self._frame.segment(name, layer, work)(rows)
+
+    def _attend(
+        self, layer: int, h: torch.Tensor, plan: DevicePlan, cache: torch.Tensor
+    ) -> tuple[torch.Tensor]:
+        parts = self._layers[layer]
+        x = rms_norm(h, parts.attention_norm, self.spec.norm_eps).to(self._dtype)
+        return (h + parts.attention(x, plan, cache),)
+
+    def _ffn_input(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor]:
+        return (rms_norm(h, self._layers[layer].ffn_norm, self.spec.norm_eps),)
+
+    def _dense(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor]:
+        dense = self._layers[layer].dense
+        assert dense is not None
+        (x,) = self._ffn_input(layer, h)
+        return (dense(x).add_(h),)
 
     def logits(self, h_rows: torch.Tensor) -> torch.Tensor:
         """``[rows, vocab]`` fp32 on the host, where tokens are drawn."""
@@ -210,6 +266,7 @@ class DeviceModel:
         q = torch.zeros(1, attention.num_heads, rows.key_dim, dtype=self._dtype, device=place)
         splits = 1
         while splits <= MOST_SPLITS:
+            self._progress(_LOADED + (1 - _LOADED) * splits / (2 * MOST_SPLITS))
             attend(q, cache.layers[0], queries, rows, splits=splits)
             splits *= 2
 
@@ -223,7 +280,7 @@ def load_device_model(
 ) -> DeviceModel:
     """Read everything but the routed experts from the checkpoint at ``path`` onto ``device``, for
     the calling thread. Raises ``CheckpointError`` before any tensor is converted if one is missing
-    or wrong, and ``torch.OutOfMemoryError``.
+    or wrong, and ``torch.OutOfMemoryError``. ``progress`` is told 1 by ``new_kv_cache``.
     """
     spec = load_spec(path)
     table, shard = TensorTable(spec), Shard(spec)
@@ -243,7 +300,7 @@ def load_device_model(
         embeddings = place(reader.tensor("embedding"))
         layers = []
         for layer in range(spec.num_layers):
-            report(layer / spec.num_layers)
+            report(_LOADED * layer / spec.num_layers)
             layers.append(_load_layer(spec, reader, layer, place, place_fp32))
         parts = _Parts(
             spec=spec,
@@ -253,8 +310,7 @@ def load_device_model(
             head=embeddings if spec.tie_word_embeddings else place(reader.tensor("head")),
             rope=Rope(spec.rope, spec.max_context),
         )
-    report(1.0)
-    return DeviceModel(parts, device, stream)
+    return DeviceModel(parts, device, stream, report)
 
 
 def _load_layer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,11 +15,16 @@ from ep_kernels.triton.transfer import upload
 from moe_model.plan import Chunk, check_chunk
 from moe_model.rope import Rope
 
+if TYPE_CHECKING:
+    from moe_model.device.decode import Loan
+
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
     """A step of ``num_tokens`` rows, chunk after chunk; see ``StepPlan``. ``turn`` are the
     rotations of each row, ``[num_tokens, rotary / 2]`` complex64.
+
+    With a ``loan`` the tensors are its frame's, and may have rows beyond ``num_tokens``.
     """
 
     num_tokens: int
@@ -27,12 +33,27 @@ class DevicePlan:
     cache_rows: torch.Tensor
     turn: torch.Tensor
     queries: Queries
+    loan: Loan | None = None
 
 
-def plan_on_device(
-    chunks: Sequence[Chunk], block_size: int, max_context: int, rope: Rope, device: Device
-) -> DevicePlan:
-    """Plan a step. Raises ``ValueError`` as ``plan_step`` does."""
+@dataclass(frozen=True, slots=True)
+class StepIndex:
+    """The same on the host: ``tokens``, ``cache_rows [n]`` int64; ``begins [sequences + 1]``,
+    ``contexts [sequences]``, ``blocks [sequences, most blocks]`` int32; ``turn [n, rotary / 2, 2]``
+    fp32.
+    """
+
+    counts: list[int]
+    tokens: np.ndarray
+    cache_rows: np.ndarray
+    begins: np.ndarray
+    contexts: np.ndarray
+    blocks: np.ndarray
+    turn: torch.Tensor
+
+
+def index_step(chunks: Sequence[Chunk], block_size: int, max_context: int, rope: Rope) -> StepIndex:
+    """Raises ``ValueError`` as ``plan_step`` does."""
     if not chunks:
         raise ValueError("a step needs at least one chunk")
     counts = [len(chunk.token_ids) for chunk in chunks]
@@ -50,21 +71,28 @@ def plan_on_device(
         tokens += chunk.token_ids
         positions += range(chunk.start, context)
         rows.append(blocks[index, at // block_size].astype(np.int64) * block_size + at % block_size)
-    turn = torch.view_as_real(rope.at(torch.tensor(positions)))  # [n, rotary / 2, 2]
-    token_ids, cache_rows, turned, begins, seen, table = upload(
-        device,
-        torch.tensor(tokens),
-        torch.from_numpy(np.concatenate(rows)),
-        turn,
-        torch.from_numpy(np.cumsum([0, *counts], dtype=np.int32)),
-        torch.tensor(contexts, dtype=torch.int32),
-        torch.from_numpy(blocks),
+    return StepIndex(
+        counts=counts,
+        tokens=np.array(tokens, dtype=np.int64),
+        cache_rows=np.concatenate(rows),
+        begins=np.cumsum([0, *counts], dtype=np.int32),
+        contexts=np.array(contexts, dtype=np.int32),
+        blocks=blocks,
+        turn=torch.view_as_real(rope.at(torch.tensor(positions))),
+    )
+
+
+def plan_on_device(index: StepIndex, block_size: int, device: Device) -> DevicePlan:
+    """Upload a step."""
+    arrays = (index.tokens, index.cache_rows, index.begins, index.contexts, index.blocks)
+    token_ids, cache_rows, begins, contexts, blocks, turn = upload(
+        device, *map(torch.from_numpy, arrays), index.turn
     )
     return DevicePlan(
-        num_tokens=len(tokens),
+        num_tokens=index.tokens.size,
         block_size=block_size,
         token_ids=token_ids,
         cache_rows=cache_rows,
-        turn=torch.view_as_complex(turned),
-        queries=Queries(begins, seen, table, max(counts), max(contexts)),
+        turn=torch.view_as_complex(turn),
+        queries=Queries(begins, contexts, blocks, max(index.counts), int(index.contexts.max())),
     )

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from types import TracebackType
 from typing import Protocol, Self
@@ -75,18 +76,42 @@ class Stream(Protocol):
         """What is queued from now on waits for ``mark``, which may be another stream's."""
 
 
+class Replay(Protocol):
+    """Work that has been captured. Each call does it again, on the same tensors."""
+
+    outputs: tuple[torch.Tensor, ...]
+    """Always the same tensors; written by each call."""
+
+    def __call__(self) -> None: ...
+
+
+class Graphs(Protocol):
+    """Captures work that is always done in the order in which it was captured: what one needs no
+    more, a later one may use.
+    """
+
+    def capture(self, work: Callable[[], tuple[torch.Tensor, ...]]) -> Replay:
+        """``work`` must read and write tensors that stay where they are, wait for nothing, and do
+        the same when it is done twice. In the stream in which the calling thread has settled.
+        """
+
+
 class Device(Protocol):
     """Where kernels run."""
 
     name: str
     place: torch.device
     """Where tensors that kernels take lie."""
+    compiles: bool
+    """Whether a kernel's first run takes seconds."""
 
     def stream(self) -> Stream:
         """A new one. Any thread."""
 
     def settle(self) -> Stream:
         """A new one in which the calling thread queues all that it starts from now on."""
+
+    def graphs(self) -> Graphs: ...
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Host memory ``[nbytes]`` uint8 that is copied to and from without the host's help. Any
@@ -192,16 +217,41 @@ class _CudaStream:
         self._stream.wait_event(mark.event)
 
 
+class _CudaReplay:
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: tuple[torch.Tensor, ...]) -> None:
+        self._graph = graph
+        self.outputs = outputs
+
+    def __call__(self) -> None:
+        self._graph.replay()
+
+
+class _CudaGraphs:
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, work: Callable[[], tuple[torch.Tensor, ...]]) -> Replay:
+        work()  # compiles kernels, and makes what libraries keep: neither can be captured
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            outputs = work()
+        return _CudaReplay(graph, outputs)
+
+
 class _Cuda:
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self.place = device
+        self.compiles = True
 
     def stream(self) -> Stream:
         return _CudaStream(self.place)
 
     def settle(self) -> Stream:
         return _CudaStream(self.place).__enter__()
+
+    def graphs(self) -> Graphs:
+        return _CudaGraphs()
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -238,15 +288,40 @@ class _HostStream:
         del mark
 
 
+class _HostReplay:
+    """A plain call."""
+
+    def __init__(self, work: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+        self._work = work
+        self.outputs = work()
+        self._fresh = True
+
+    def __call__(self) -> None:
+        if not self._fresh:
+            for into, made in zip(self.outputs, self._work(), strict=True):
+                into.copy_(made)
+        self._fresh = False
+
+
+class _HostGraphs:
+    def capture(self, work: Callable[[], tuple[torch.Tensor, ...]]) -> Replay:
+        return _HostReplay(work)
+
+
 class _Interpreter:
-    name = INTERPRETER
-    place = torch.device("cpu")
+    def __init__(self) -> None:
+        self.name = INTERPRETER
+        self.place = torch.device("cpu")
+        self.compiles = False
 
     def stream(self) -> Stream:
         return _HostStream()
 
     def settle(self) -> Stream:
         return _HostStream().__enter__()
+
+    def graphs(self) -> Graphs:
+        return _HostGraphs()
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)

@@ -22,6 +22,25 @@ def upload(device: Device, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return _views(there, begins, tensors)
 
 
+class Fixed:
+    """Tensors that stay where they are on the device (``views``), written together."""
+
+    def __init__(self, device: Device, *like: torch.Tensor) -> None:
+        """``like``: host tensors of their shapes and types."""
+        begins, total = _layout(like)
+        self._device = device
+        self._begins = begins
+        self._memory = torch.zeros(total, dtype=torch.uint8, device=device.place)
+        self.views = _views(self._memory, begins, like)
+
+    def send(self, *tensors: torch.Tensor) -> None:
+        """Write all of them, in one transfer behind what the calling thread's stream has to do."""
+        host = self._device.pinned(self._memory.numel())
+        for into, tensor in zip(_views(host, self._begins, tensors), tensors, strict=True):
+            into.copy_(tensor)
+        self._memory.copy_(host, non_blocking=True)
+
+
 def download(device: Device, stream: Stream, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Contiguous tensors of the device on the host, once ``stream``, the calling thread's, has made
     them: the host waits. Raises ``DeviceHung``.

@@ -11,7 +11,7 @@ from ep_kernels.bundle import pack_bundle
 from ep_kernels.plane import AnswerStatus, Arrival
 from ep_kernels.triton.bank import DeviceBank
 from ep_kernels.triton.device import Device, open_device
-from ep_kernels.triton.flights import DEPTH
+from ep_kernels.triton.flights import DEPTH, Flight, Flights
 
 from expert_svc.device_worker import DeviceWorker
 from expert_svc.loading import Fetched
@@ -56,7 +56,6 @@ def serve(device: Device, *batches: list[Arrival]) -> tuple[DeviceWorker, ListPl
     plane, table = ListPlane(*batches), new_table(device)
     apply(table)
     worker = plane.worker = DeviceWorker(plane, table, device)
-    worker.warm_up()
     worker.run()
     return worker, plane
 
@@ -126,6 +125,33 @@ def test_an_idle_worker_keeps_no_lane_alive(device: Device) -> None:
     plane.worker.run()
     assert len(held) == 3
     assert not left
+
+
+def test_kernels_are_compiled_for_each_number_of_slots_before_they_serve(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[int, int]] = []
+
+    class Watched(Flights):
+        def begin(self, bank: DeviceBank, xs: list[torch.Tensor], *pairs: object) -> Flight:
+            begun.append((bank.num_slots, xs[0].shape[0]))
+            return super().begin(bank, xs, *pairs)
+
+    monkeypatch.setattr("expert_svc.device_worker.Flights", Watched)
+    monkeypatch.setattr("ep_kernels.triton.flights.PREFILL_ROWS", 4)
+    monkeypatch.setattr(device, "compiles", True)
+    table, told = new_table(device), []
+    worker = DeviceWorker(ListPlane(), table, device)
+    worker.warm_up(told.append)
+    assert begun == []
+    apply(table)
+    worker.warm_up(told.append)
+    worker.warm_up(told.append)  # both layers have three slots: once is enough
+    assert begun == [(3, 1), (3, 6)]
+    assert len(told) == 2
+    table.apply(LAYERS, ([2], HELD[3]), 2, superseded=threading.Event())
+    worker.warm_up(told.append)
+    assert begun[2:] == [(1, 1), (1, 2)]
 
 
 def test_an_expert_moves_from_one_device_to_another(device: Device) -> None:
