@@ -14,6 +14,7 @@ from time import perf_counter_ns
 
 import numpy as np
 import torch
+from ep_kernels.bank import SlotEmptyError
 from ep_kernels.plane import Arrival, ExpertPlane
 from ep_kernels.triton.bank import DeviceBank
 from ep_kernels.triton.device import Device
@@ -75,18 +76,23 @@ class DeviceWorker(ComputeThread[DeviceBank]):
                     self._try_out(bank, progress)
 
     def _try_out(self, bank: DeviceBank, progress: Callable[[float], None]) -> None:
+        # Not under the table's lock, as compiling takes seconds: only this thread fills slots, and
+        # what another one empties meanwhile is kept here.
+        experts = tuple(bank.experts)
+        held = np.flatnonzero(bank.holds >= 0).astype(np.int32)
+        if not held.size:
+            return
         for tokens in self._trials.regimes(bank):
             progress(1.0)
-            with self._table.lock:
-                held = np.flatnonzero(bank.holds >= 0).astype(np.int32)
-                if not held.size:
-                    return
-                token = np.arange(tokens, dtype=np.int32)
-                slot = np.resize(held, tokens)
-                x = torch.zeros(tokens, bank.hidden)
-                flight = self._trials.begin(bank, [x], token, slot, np.ones(tokens, np.float32))
+            token, slot = np.arange(tokens, dtype=np.int32), np.resize(held, tokens)
+            x, weight = torch.zeros(tokens, bank.hidden), np.ones(tokens, dtype=np.float32)
+            try:
+                flight = self._trials.begin(bank, [x], token, slot, weight)
+            except SlotEmptyError:
+                return
             self._trials.wait(flight)
             self._trials.end(flight)
+        del experts
         self._warm.add(bank.num_slots)
 
     def _next_group(self) -> list[Arrival]:

@@ -49,6 +49,10 @@ class DeviceLatentAttention:
         self._o = place(weights["o"])
         self._o_bias = place(weights["o_bias"]) if "o_bias" in weights else None
 
+    def rows(self, block_size: int) -> CacheRows:
+        """How a cache of these blocks is laid out."""
+        return CacheRows(1, self._spec.cache_width, self._spec.kv_lora_rank, 0, block_size)
+
     def __call__(self, x: torch.Tensor, plan: DevicePlan, cache: torch.Tensor) -> torch.Tensor:
         """``x [n, hidden]`` (normed) -> ``[n, hidden]``; writes the step's rows to ``cache``, one
         layer's ``[rows, width]``.
@@ -69,7 +73,7 @@ class DeviceLatentAttention:
         rotate(turned, plan.turn)
         latents = torch.bmm(q[..., : spec.qk_nope_head_dim].transpose(0, 1), self._key_up)
         absorbed = torch.cat((latents.transpose(0, 1), turned), 2)  # [n, heads, latent + rotary]
-        rows = CacheRows(1, spec.cache_width, spec.kv_lora_rank, 0, plan.block_size)
+        rows = self.rows(plan.block_size)
         seen = attend(absorbed, cache, plan.queries, rows).to(x.dtype)  # [n, heads, latent]
         values = torch.bmm(seen.transpose(0, 1), self._value_up)  # [heads, n, value]
         return linear(values.transpose(0, 1).flatten(1), self._o, self._o_bias)
@@ -87,6 +91,12 @@ class DeviceGroupedAttention:
         self._qkv = place(torch.cat([scaled, k.float(), weights["v"].float()]))
         self._o = place(weights["o"])
 
+    def rows(self, block_size: int) -> CacheRows:
+        """As ``DeviceLatentAttention``."""
+        heads, dim = self._spec.num_kv_heads, self._spec.head_dim
+        window = self._spec.sliding_window or 0
+        return CacheRows(heads, dim, dim, heads * dim, block_size, window)
+
     def __call__(self, x: torch.Tensor, plan: DevicePlan, cache: torch.Tensor) -> torch.Tensor:
         """As ``DeviceLatentAttention``."""
         spec, dim = self._spec, self._spec.head_dim
@@ -99,8 +109,6 @@ class DeviceGroupedAttention:
         rotate(q, plan.turn)
         rotate(k, plan.turn)
         cache.index_copy_(0, plan.cache_rows, torch.cat((k.flatten(1), v), 1))
-        rows = CacheRows(
-            kv_heads, dim, dim, kv_heads * dim, plan.block_size, spec.sliding_window or 0
-        )
+        rows = self.rows(plan.block_size)
         seen = attend(q, cache, plan.queries, rows).to(x.dtype)  # [n, heads, head_dim]
         return linear(seen.flatten(1), self._o)

@@ -9,14 +9,14 @@ from typing import Literal
 
 import torch
 from ep_kernels.gating import GateRule
-from ep_kernels.triton.attention import MOST_SPLITS, CacheRows, Queries, attend
+from ep_kernels.triton.attention import MOST_SPLITS, attend
 from ep_kernels.triton.device import Device, Stream
 from ep_kernels.triton.gate import gate
 from ep_kernels.triton.rows import rms_norm
 from ep_kernels.triton.transfer import download, upload
 from torch.nn.functional import embedding, linear, silu
 
-from moe_model.architecture import GqaSpec, MlaSpec, ModelSpec
+from moe_model.architecture import GqaSpec, ModelSpec
 from moe_model.checkpoint import Checkpoint
 from moe_model.device.attention import DeviceGroupedAttention, DeviceLatentAttention, Place
 from moe_model.device.decode import Frame, Frames, Work, fits
@@ -166,8 +166,10 @@ class DeviceModel:
             dtype=self._dtype,
             device=self._device,
         )
+        self._kv = self._frames = None
         if self._device.compiles:
-            self._warm_up(cache)
+            with torch.inference_mode():
+                self._warm_up(cache)
         self._progress(1.0)
         most_blocks = -(-spec.max_context // block_size)
         turn = spec.rope.dim // 2
@@ -252,23 +254,27 @@ class DeviceModel:
         x = rms_norm(h_rows.contiguous(), parts.final_norm, self.spec.norm_eps).to(self._dtype)
         return download(self._device, self._stream, linear(x, parts.head).float())[0]
 
-    def _warm_up(self, cache: DeviceCache) -> None:
-        """Each number of shares of the keys is a kernel of its own."""
-        attention, place = self.spec.attention, self._device.place
-        if isinstance(attention, MlaSpec):
-            rows = CacheRows(1, attention.cache_width, attention.kv_lora_rank, 0, cache.block_size)
-        else:
-            heads, dim = attention.num_kv_heads, attention.head_dim
-            window = attention.sliding_window or 0
-            rows = CacheRows(heads, dim, dim, heads * dim, cache.block_size, window)
-        one = torch.ones(1, dtype=torch.int32, device=place)
-        queries = Queries(torch.cat((one - 1, one)), one, (one - 1).unsqueeze(1), 1, 1)
-        q = torch.zeros(1, attention.num_heads, rows.key_dim, dtype=self._dtype, device=place)
-        splits = 1
-        while splits <= MOST_SPLITS:
-            self._progress(_LOADED + (1 - _LOADED) * splits / (2 * MOST_SPLITS))
-            attend(q, cache.layers[0], queries, rows, splits=splits)
-            splits *= 2
+    def _warm_up(self, kv: DeviceCache) -> None:
+        """Run each kernel once: a token through a layer of each kind, and attention with each
+        number of shares of the keys, which are kernels of their own.
+        """
+        plan = self.plan([Chunk([0], 0, [0])], kv.block_size)
+        h = self.embed(plan)
+        layers = {0, *self.spec.moe_layers[:1]}
+        steps = len(layers) + MOST_SPLITS.bit_length()
+        for done, layer in enumerate(layers):
+            self._progress(_LOADED + (1 - _LOADED) * done / steps)
+            self.attend(layer, h, plan, kv)
+            x = self.ffn_input(layer, h)
+            if layer in self.spec.moe_layers:
+                self.route(layer, x)
+        rows = self._layers[0].attention.rows(kv.block_size)
+        heads = self.spec.attention.num_heads
+        q = torch.zeros(1, heads, rows.key_dim, dtype=self._dtype, device=self._device.place)
+        for doubled in range(MOST_SPLITS.bit_length()):
+            self._progress(_LOADED + (1 - _LOADED) * (len(layers) + doubled) / steps)
+            attend(q, kv.layers[0], plan.queries, rows, splits=1 << doubled)
+        kv.clear([0])
 
 
 def load_device_model(

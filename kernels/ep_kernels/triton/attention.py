@@ -72,7 +72,7 @@ class Queries:
     most_context: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_blocks", "tokens"])
 def _attend(
     q: tl.tensor,  # [tokens, HEADS * SHARED, KEY], scaled and rotated
     cache: tl.tensor,  # [blocks * BLOCK, stride]
@@ -178,7 +178,7 @@ def _attend(
         tl.store(lse + to, level, live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["last"])
 def _reduce(
     parts: tl.tensor,  # [SPLITS, rows, VALUE] fp32
     lse: tl.tensor,  # [SPLITS, rows] fp32

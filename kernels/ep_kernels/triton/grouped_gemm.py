@@ -151,7 +151,7 @@ class ApartWeights:
         return self.gate_up.shape[0]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _grouped(
     x: tl.tensor,  # [rows, K]
     x_scale: tl.tensor,  # [rows, K / 128] fp32, FP8 only
