@@ -149,8 +149,11 @@ def _devices(machine: Machine, settings: Settings) -> Iterator[Finding]:
         index = int(device.partition(":")[2] or 0)
         if "triton" not in machine.packages:
             lacks = "Triton is not installed"
+            extra = f"'moemesh[{_extra(machine) if machine.driver else 'gpu'}]'"
+            advice = f"pip install {'triton' if device == 'interpreter' else extra}"
         elif device != "interpreter" and index >= gpus:
             lacks = f"torch sees {gpus} GPUs" + (", counted from 0" if gpus else "")
+            advice = "another device, or what `driver` says above"
         else:
             yield _ok(key, f"{device} is here")
             continue
@@ -158,7 +161,7 @@ def _devices(machine: Machine, settings: Settings) -> Iterator[Finding]:
             about=key,
             verdict="fault",
             found=f"{device}, and {lacks}",
-            advice=f"pip install 'moemesh[{_extra(machine)}]', or {key} = cpu",
+            advice=f"{advice}, or {key} = cpu",
         )
 
 
