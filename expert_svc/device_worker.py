@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter_ns
+from time import perf_counter_ns, sleep
 
 import numpy as np
 import torch
@@ -59,7 +59,9 @@ class DeviceWorker(ComputeThread[DeviceBank]):
                     self._publish(under_way.popleft())
                 elif waiting and self._flights.has_room:
                     self._send_up(self._next_group())
-                elif not under_way:
+                elif under_way:
+                    sleep(0)  # other threads of this process get the interpreter
+                else:
                     slept = perf_counter_ns()
                     tally.awake_ns += slept - woke
                     plane.wait(IDLE_WAIT_S)

@@ -6,9 +6,13 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from tokenizers import Tokenizer
 
 from tests.support.checkpoints import VARIANTS, write
@@ -74,3 +78,20 @@ def test_experts_on_devices_give_transformers_tokens_before_and_after_a_move(
         for prompt, wanted in cases:
             check(mesh, tokenizer, prompt, wanted)
         assert all(event["faults"] == 0 for event in loaded(mesh, "expert-0"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+@pytest.mark.parametrize("role", ["router", "expert"])
+def test_a_service_whose_device_is_not_there_ends_at_start_and_says_so(
+    role: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", f"{role}_svc", "--id", f"{role}-0"]
+    settings = [f"mesh.run_dir={tmp_path}", f"{role}.device=cuda", "logs.format=json"]
+    done = subprocess.run(
+        [*command, *(word for one in settings for word in ("--set", one))],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    last = json.loads((done.stdout + done.stderr).strip().splitlines()[-1])
+    assert last["event"] == "service.cannot_serve"
+    assert last["reason"].startswith("device 'cuda' cannot be used: torch")
