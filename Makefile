@@ -4,15 +4,25 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := build_native.py $(wildcard planner_svc/native/*.[ch] kernels/ep_kernels/native/*.[ch])
 
-.PHONY: serve test soak chaos fuzz load docs lint kernels-aot install clean
+.PHONY: serve test tests-together lint-beside soak chaos fuzz load docs lint kernels-aot install clean
 
 serve: $(VENV)/.serve
 	@exec $(BIN)/moemesh up --port $(PORT) $(if $(NAME),--set mesh.name=$(NAME))
 
-# Two at a time: half of the tests wait for processes most of the time.
-test: install lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not soak and not alone'
-	$(BIN)/python -m pytest -m 'alone and not soak'
+# Lint takes what the tests leave of the processors; a fault that it finds ends all of it, when the
+# tests beside it are done.
+test: install
+	$(MAKE) --no-print-directory --jobs=2 lint-beside tests-together
+	$(BIN)/python -m pytest -m 'alone and not soak' \
+		$$(grep -rl --include='test_*.py' 'pytest.mark.alone' tests)
+
+# Two at a time: half of the tests wait for processes most of the time. In the order of their
+# folders: those that start whole meshes come first, and many small ones even out the end.
+tests-together: install
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not soak and not alone'
+
+lint-beside: install
+	nice -n 19 $(MAKE) --no-print-directory lint
 
 # What takes too long for every day: hundreds of moves, the whole matrix of faults.
 soak: install

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from ep_kernels.plane import AnswerStatus, LaneShape, Part
+from ep_kernels.plane import AnswerStatus, LaneShape, PairBlock, Part
 from ep_kernels.shm import ShmExpertPlane
 from ep_kernels.tcp import TcpExpertPlane, TcpRouterPlane
 
@@ -135,17 +135,10 @@ def run(
         for name, address in zip(names, said, strict=False):
             plane.connect(name, address, 1, 5.0)
         pair_token = np.repeat(np.arange(tokens, dtype=np.int32), 2)
-        part = Part(
-            0,
-            0,
-            0,
-            torch.randn(tokens, args.hidden),
-            torch.arange(tokens),
-            pair_token,
-            pair_token,
-            pair_token,
-            np.ones(pair_token.size, np.float32),
-        )
+        weight = np.ones(pair_token.size, np.float32)
+        rows = np.arange(tokens, dtype=np.int32)
+        block = PairBlock.of(rows, pair_token, pair_token, pair_token, weight)
+        part = Part(0, 0, 0, torch.randn(tokens, args.hidden), block)
         measure(plane, names, part, args.rounds // 10)
         return measure(plane, names, part, args.rounds)
     finally:

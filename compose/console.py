@@ -26,6 +26,17 @@ STYLES = {
 }
 
 
+_UNBOUNDED = 100_000
+"""Columns: wider than any line that is printed."""
+
+
+def standard_output() -> Console:
+    """Standard output, for tables: as wide as the terminal. In a pipe or a file, where whoever
+    reads wants all of it, nothing is wrapped or cut.
+    """
+    return Console() if sys.stdout.isatty() else Console(width=_UNBOUNDED)
+
+
 class LastingConsole(Console):
     """One that says no more once nobody reads it, rather than end the process: a mesh outlives the
     terminal or the pipe that showed its start.

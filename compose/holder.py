@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 from pathlib import Path
 
-from mesh.rundir import Claim, claim, create_run_dir
+from mesh.rundir import Claim, claim, create_run_dir, running_pid
 from mesh.settings import Settings
 
 LOGS = "logs"
@@ -61,16 +59,4 @@ def clear(directory: Path, *, keep_logs: bool = False) -> None:
 
 def launcher_pid(directory: Path) -> int | None:
     """Process id of the launcher that runs the mesh of ``directory``, or None."""
-    try:
-        descriptor = os.open(directory / f"{LAUNCHER}.pid", os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        text = os.read(descriptor, 32).strip()
-        return int(text) if text.isdigit() else None
-    else:
-        return None
-    finally:
-        os.close(descriptor)
+    return running_pid(directory, LAUNCHER)

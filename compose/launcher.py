@@ -24,7 +24,7 @@ from compose.sample_request import curl_line
 from mesh.admin import PlannerDesk
 from mesh.exposure import keys_required
 from mesh.links import Net
-from mesh.messages import Status
+from mesh.messages import Member, Status
 from mesh.rundir import planner_address
 from mesh.service import drain_limit_s
 from mesh.settings import Settings
@@ -45,6 +45,8 @@ class _Place:
         """Its log loses lines, which was said."""
         self.budget = RestartBudget(policy)
         self.child: Child | None = None
+        self.came_up: int | None = None
+        """Process id of the newest that the planner has known to serve."""
         self.leaving = False
         """Its process is not to be started again."""
         self.renewing = False
@@ -315,12 +317,29 @@ class Launcher:
                     request = curl_line(where[0], self._model, needs_key=needs_key)
                     self._console.ready(where, self._model, seconds, request)
 
+    def _shown(self, members: Sequence[Member]) -> list[ProcessSpec]:
+        """What there is to tell of: processes that have not come up yet, and others of which the
+        planner knows more than a planner does that was only just started.
+        """
+        known = {member.id: member for member in members}
+        shown = []
+        for id_, place in self._places.items():
+            pid = None if place.child is None else place.child.pid
+            member = known.get(id_)
+            if member is not None and (member.pid != pid or member.state == "joining"):
+                member = None
+            if member is not None and member.state in _SERVES:
+                place.came_up = pid
+            if member is not None or pid is None or place.came_up != pid:
+                shown.append(place.spec)
+        return shown
+
     async def _until_whole(self, planner: PlannerProbe) -> None:
         while True:
             self._incomplete.clear()
             status = await planner.status(timeout_s=1.0)
             members = status.view.members if status is not None else ()
-            self._console.waiting(self.specs(), members)
+            self._console.waiting(self._shown(members), members)
             if status is not None and not self.missing(status, self._places):
                 gateways = sum(spec.role == "gateway" for spec in self.specs())
                 answers = [

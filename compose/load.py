@@ -121,9 +121,8 @@ async def stream(url: str, body: dict[str, Any], key: str = "") -> Stream:
         writer.write(head.encode() + payload)
         status = await reader.readline()
         if b" 200 " not in status:
-            answer = (await reader.read(_ERROR_BYTES)).decode(errors="replace")
-            reason = answer.partition("\r\n\r\n")[2].strip()
-            raise LoadError(f"{url}: {status.decode(errors='replace').strip()} {reason}")
+            said = status.decode(errors="replace").strip() or "the connection was closed"
+            raise LoadError(f"{url}: {said} {await _reason(reader)}".strip())
         whole = False
         while line := await reader.readline():
             if not line.startswith(b"data: {"):
@@ -144,6 +143,19 @@ async def stream(url: str, body: dict[str, Any], key: str = "") -> Stream:
     if not whole:
         raise LoadError(f"{url}: the stream broke off")
     return stream
+
+
+async def _reason(reader: asyncio.StreamReader) -> str:
+    """Why a request was refused: the message of an error object, else the body as it is."""
+    answer = b""
+    # Head and body may come one after the other; the server closes behind them, as it was asked to.
+    while len(answer) < _ERROR_BYTES and (more := await reader.read(_ERROR_BYTES - len(answer))):
+        answer += more
+    body = answer.partition(b"\r\n\r\n")[2]
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return body.decode(errors="replace").strip()
 
 
 def measure(streams: list[Stream]) -> Level:

@@ -9,6 +9,7 @@ from mesh.config import Effective
 from mesh.settings import Settings
 from moe_model.errors import CheckpointError
 from moe_model.inventory import Inventory
+from moe_model.kv_size import kv_cache_fault
 from moe_model.shard import shard_fault
 from moe_model.shipped import checkpoint_dir, model_id
 from moe_model.spec import ModelSpec, load_spec
@@ -55,6 +56,18 @@ def check_workers(effective: Effective, spec: ModelSpec) -> None:
             f"mesh.experts = {settings.mesh.experts} ({effective.origin['mesh.experts']}): "
             f"expected at most {most}, one slot each: {spec.num_experts} experts a layer + "
             f"planner.redundant_slots = {redundant}"
+        )
+
+
+def check_cache(effective: Effective, spec: ModelSpec) -> None:
+    """Raises ``UsageError`` for a KV cache in which no sequence of full length fits."""
+    router = effective.settings.router
+    if not router.kv_cache_bytes:
+        return
+    if fault := kv_cache_fault(spec, router.kv_cache_bytes, router.block_size, router.tp):
+        raise UsageError(
+            f"router.kv_cache_bytes = {router.kv_cache_bytes} "
+            f"({effective.origin['router.kv_cache_bytes']}): {fault}"
         )
 
 

@@ -52,6 +52,16 @@ class Source:
         values.update({key: str(value) for key, value in flags.items() if value is not None})
         return values
 
+    def refuse_conflicts(self, flags: Mapping[str, object], names: Mapping[str, str]) -> None:
+        """Raises ``UsageError`` where a flag and ``--set`` give one setting different values."""
+        given = self.overrides({})
+        for key, value in flags.items():
+            if value is not None and key in given and given[key] != str(value):
+                raise UsageError(
+                    f"{names[key]} {value} and --set {key}={given[key]} contradict each other: "
+                    "expected one of them"
+                )
+
     def effective(
         self, flags: Mapping[str, object] | None = None, names: Mapping[str, str] | None = None
     ) -> Effective:

@@ -74,8 +74,10 @@ def router_profile(member: str, before: Reading, after: Reading) -> Profile:
     signal = grown("moemesh_router_lane_signal_seconds_total")
     group = grown("moemesh_router_group_wait_seconds_total")
     # Routing, copying, signalling and waiting lie between a dispatch and its combine, where the
-    # router notes the time in which neither it nor a worker ran tensor operations.
-    outside = seconds("plan", "python") + grown("moemesh_router_away_idle_seconds_total")
+    # router notes the time in which neither it nor a worker ran tensor operations. Its own Python
+    # is in both where it switches between micro-batches: all of it together is the most.
+    between = seconds("python") + grown("moemesh_router_away_idle_seconds_total")
+    outside = seconds("plan") + min(between, seconds("python", "send", "wait"))
     totals = {
         "compute": seconds(*_ROUTER_COMPUTE) - group,
         "copy": copy,

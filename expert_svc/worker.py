@@ -16,6 +16,7 @@ from typing import Generic
 
 import numpy as np
 import torch
+from ep_kernels.few import FewBanks
 from ep_kernels.grouped_ffn import ExpertBank
 from ep_kernels.plane import AnswerStatus, Arrival, ExpertPlane
 
@@ -120,11 +121,16 @@ class ComputeThread(ABC, Generic[B]):
         began = perf_counter_ns()
         self._plane.answer(part, AnswerStatus.OK, began_ns, ffn_ns)
         tally.signal_ns += perf_counter_ns() - began
+        self._count(part.layer, ffn_ns, part.x.shape[0], part.pair_slot.size)
+
+    def _count(self, layer: int, ffn_ns: int, tokens: int, pairs: int) -> None:
+        """An answered part."""
+        tally = self.tally
         tally.ffn_ns += ffn_ns
-        self.layer_ffn_ns[self.layers.of(part.layer)] += ffn_ns
+        self.layer_ffn_ns[self.layers.of(layer)] += ffn_ns
         tally.parts += 1
-        tally.tokens += part.x.shape[0]
-        tally.pairs += part.pair_slot.size
+        tally.tokens += tokens
+        tally.pairs += pairs
 
     def _refuse(self, part: Arrival) -> None:
         self.tally.stale += 1
@@ -134,12 +140,20 @@ class ComputeThread(ABC, Generic[B]):
 class Worker(ComputeThread[ExpertBank]):
     """Computes on this thread, in the lanes' own memory."""
 
+    def __init__(self, plane: ExpertPlane, table: SlotTable[ExpertBank]) -> None:
+        super().__init__(plane, table)
+        self._few = FewBanks(max(table.moe_layers, default=-1) + 1)
+        self._few_banks = 0
+
     def run(self) -> None:
+        """See ``ComputeThread``."""
         plane, tally, waiting = self._plane, self.tally, self._waiting
         with torch.inference_mode():
             woke = perf_counter_ns()
             while not self._stopping:
                 tally.turns += 1
+                if not waiting and self._serve_few():
+                    continue
                 arrivals = plane.poll()
                 if len(arrivals) == 1 and not waiting:
                     self._serve_alone(arrivals[0])
@@ -152,6 +166,28 @@ class Worker(ComputeThread[ExpertBank]):
                     plane.wait(IDLE_WAIT_S)
                     woke = perf_counter_ns()
                     tally.wait_ns += woke - slept
+
+    def _serve_few(self) -> bool:
+        """Serve the part that has come, if it is the only one and small, by one call into C."""
+        began = perf_counter_ns()
+        with self._table.lock:
+            if len(self._table.banks) != self._few_banks:
+                self._note_banks()
+            served = self._plane.serve(self._few)
+        if served is None:
+            return False
+        tally, took_ns = self.tally, served.took_ns
+        tally.calls += 1
+        tally.signal_ns += perf_counter_ns() - began - took_ns
+        self._count(served.layer, took_ns, served.tokens, served.pairs)
+        return True
+
+    def _note_banks(self) -> None:
+        banks = self._table.banks  # it only grows
+        self._few_banks = len(banks)
+        for layer, bank in banks.items():
+            if bank.few is not None:
+                self._few.set(layer, bank.few)
 
     def _serve_alone(self, part: Arrival) -> None:
         """The part's own memory is input and output."""

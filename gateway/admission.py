@@ -47,7 +47,8 @@ class Admission:
         excess = self.in_flight + sequences - self.limit
         if excess > 0 and tenant.in_flight + sequences > self._share(tenant):
             raise Overloaded(
-                f"The queue is full: {self.in_flight} of {self.limit} sequences in flight.",
+                f"The queue is full: {self.in_flight} of {self.limit} sequences in flight "
+                "(gateway.max_queue).",
                 retry_after_s=self._retry_after_s(excess, now),
             )
         tenant.begin(sequences)

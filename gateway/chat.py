@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 
-from gateway.errors import InvalidRequest
+from gateway.errors import InvalidType, InvalidValue, UnsupportedField
 from gateway.text import TokenizerError
 from moe_model.errors import CheckpointError
 from moe_model.text_files import read_chat_template, template_environment
@@ -73,7 +73,7 @@ class ChatTemplate:
         try:
             return self._template.render(names)
         except _TemplateRefusedError as error:
-            raise InvalidRequest(
+            raise InvalidValue(
                 f"The model's chat template refuses this conversation: {error}", param="messages"
             ) from error
         except (
@@ -85,7 +85,7 @@ class ChatTemplate:
             TypeError,
             ValueError,
         ) as error:
-            raise InvalidRequest(
+            raise InvalidValue(
                 f"The model's chat template fails on this conversation: {error}", param="messages"
             ) from error
 
@@ -109,13 +109,13 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     the API and which templates know. Raises ``InvalidRequest`` naming the place.
     """
     if not messages:
-        raise InvalidRequest("messages must not be empty.", param="messages")
+        raise InvalidValue("messages must not be empty.", param="messages")
     plain = []
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         role = message.get("role")
         if role not in ROLES:
-            raise InvalidRequest(
+            raise InvalidValue(
                 f"{where}.role: expected one of {', '.join(ROLES)}, got {role!r}.",
                 param=f"{where}.role",
             )
@@ -125,7 +125,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             if key not in {"role", "content", "name"} and value not in (None, [])
         ]
         if extra:
-            raise InvalidRequest(
+            raise UnsupportedField(
                 f"{where}.{extra[0]} is not supported by this server.",
                 param=f"{where}.{extra[0]}",
             )
@@ -136,7 +136,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         name = message.get("name")
         if name is not None:
             if not isinstance(name, str):
-                raise InvalidRequest(f"{where}.name: expected a string.", param=f"{where}.name")
+                raise InvalidType(f"{where}.name: expected a string.", param=f"{where}.name")
             reduced["name"] = name
         plain.append(reduced)
     return plain
@@ -146,18 +146,18 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequest(f"{where}: expected a string or a list of text parts.", param=where)
+        raise InvalidType(f"{where}: expected a string or a list of text parts.", param=where)
     texts = []
     for i, part in enumerate(content):
         place = f"{where}[{i}]"
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in TEXT_PARTS:
-            raise InvalidRequest(
+            raise UnsupportedField(
                 f"{place}.type: only text parts are supported, got {kind!r}.",
                 param=f"{place}.type",
             )
         text = part.get("text")
         if not isinstance(text, str):
-            raise InvalidRequest(f"{place}.text: expected a string.", param=f"{place}.text")
+            raise InvalidType(f"{place}.text: expected a string.", param=f"{place}.text")
         texts.append(text)
     return "\n".join(texts)

@@ -75,18 +75,13 @@ def served_model(settings: ModelSettings, tp: int) -> tuple[ServedModel, str]:
 
 
 def _defaults(given: SamplingDefaults) -> Defaults:
-    neutral = Defaults()
-    greedy = given.do_sample is False and given.temperature is None
-
-    def known(value: float | None, otherwise: float) -> float:
-        return otherwise if value is None else value
-
+    sampling = given.filled()
     return Defaults(
-        temperature=0.0 if greedy else known(given.temperature, neutral.temperature),
-        top_p=known(given.top_p, neutral.top_p),
-        top_k=max(0, given.top_k or 0),
-        min_p=known(given.min_p, neutral.min_p),
-        repetition_penalty=known(given.repetition_penalty, neutral.repetition_penalty),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
         max_tokens=given.max_new_tokens,
     )
 

@@ -6,6 +6,7 @@ API
     ``default``, ``file PATH``, ``environment MOEMESH_ROUTER_MAX_RUNNING`` or ``flag --x``.
     ``ConfigError`` names key, value, what was expected and the source.
     ``knobs() -> tuple[Knob, ...]``: every key with its type and default, for listings.
+    ``assignment(text)``: what services' ``--set`` takes.
 
 The environment variable of a key is ``MOEMESH_SECTION_KEY``. ``MOEMESH_CONFIG`` names the TOML
 file when no flag does. An unknown key, a variable with our prefix that means nothing, or a value
@@ -16,6 +17,7 @@ Pure but for reading the one file that it is given.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import re
 import tomllib
@@ -152,6 +154,14 @@ def load(
         section, name = key.split(".")
         nested.setdefault(section, {})[name] = value
     return Effective(msgspec.convert(nested, Settings), origin)
+
+
+def assignment(text: str) -> tuple[str, str]:
+    """``section.key=text`` in two, for ``argparse``."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected SECTION.KEY=VALUE")
+    return key.strip(), value.strip()
 
 
 def _read_file(path: Path, by_key: Mapping[str, Knob]) -> dict[str, Any]:

@@ -5,7 +5,8 @@ API
     ``health.watch(name, count, wake)``    a thread that must get on for the service to be alive
     ``health.why_not_ready``               asked at each beat; set it to what the service knows
     ``sd_notify(state)``                   systemd's notify protocol
-    ``python -m mesh.health --id ID``      a container's health check: exit code 0 or 1, and why
+    ``python -m mesh.health --id ID``      a container's health check: exit code 0 or 1, and why;
+                                           flags as a service's
 
 A *beat* is made by the event loop, and only when every watched thread has moved since the one
 before: a thread without work is woken to show that it answers. So neither a loop nor a thread that
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from mesh.config import ConfigError, load
+from mesh.config import ConfigError, assignment, load
 from mesh.rundir import RunDirError, run_dir
 
 if TYPE_CHECKING:
@@ -236,11 +237,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of the mesh")
     parser.add_argument("--id", required=True, help="which process of the mesh")
     parser.add_argument(
+        "--set",
+        type=assignment,
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one setting; may be repeated",
+    )
+    parser.add_argument(
         "--alive", action="store_true", help="ask only whether it gets on, ready or not"
     )
     flags = parser.parse_args(argv)
     try:
-        directory = run_dir(load(flags.config, {}, os.environ).settings)
+        directory = run_dir(load(flags.config, dict(flags.set), os.environ).settings)
     except (ConfigError, RunDirError) as error:
         print(error, file=sys.stderr)
         return 2

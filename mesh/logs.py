@@ -6,14 +6,18 @@ API
 
 Events are dotted and in the past tense (``plan.committed``); values are fields. ``trace`` is the
 client's X-Request-Id wherever a line belongs to one request. Prompts are never logged.
-Records of the standard library's ``logging`` (uvicorn, asyncio) come out the same way.
+Records of the standard library's ``logging`` (uvicorn, asyncio) come out the same way. Where such a
+record is an event by its form, ``lane.lost router=%s: %s``, JSON has its values as fields, and what
+follows the colon as ``reason``; ``ep_kernels``, which knows no structlog, logs like that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
+from collections.abc import Mapping, MutableMapping
 from typing import Any, TextIO, cast
 
 import msgspec
@@ -60,14 +64,38 @@ def configure(settings: LogSettings, stream: TextIO | None = None, **process: st
             foreign_pre_chain=[
                 structlog.stdlib.add_logger_name,
                 lambda _logger, _method, event: {**process, **event},
+                *([] if console else [_as_fields]),
                 *common,
             ],
+            pass_foreign_args=not console,
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *final],
         )
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(max(level, logging.INFO))
+
+
+_EVENT = re.compile(
+    r"(?P<name>[a-z_]+\.[a-z_]+)(?P<fields>(?: [a-z_]+=[^\s:]+)*)(?P<reason>: %s)?", re.ASCII
+)
+_FIELD = re.compile(r" ([a-z_]+)=(\S+)")
+
+
+def _as_fields(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    """An event by its form, in parts: those of its format, so that no value is ever taken apart."""
+    form, arguments = str(event["_record"].msg), event.pop("positional_args") or ()
+    found = _EVENT.fullmatch(form)
+    if found is None or not isinstance(arguments, tuple) or form.count("%") != len(arguments):
+        return event
+    values = iter(arguments)
+    fields = {
+        name: next(values) if value.startswith("%") else value
+        for name, value in _FIELD.findall(found["fields"])
+    }
+    if found["reason"]:
+        fields["reason"] = str(next(values))
+    return {**event, **fields, "event": found["name"]}
 
 
 class _Sink:

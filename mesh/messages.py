@@ -543,6 +543,10 @@ FromBundles = BundleChunk
 # ---------------------------------------------------------------- gateway <-> router
 
 
+SEED_MASK = 2**63 - 1
+"""The bits of a client's seed that count."""
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to draw a token. The number drawn depends on (``seed``, position) alone."""
 

@@ -11,6 +11,10 @@ _FLAGS = 6
 """Field of ``/proc/PID/stat`` after the name: see proc_pid_stat(5)."""
 _PR_SET_NAME = 15
 _PR_SET_PDEATHSIG = 1
+_STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12
+"""Fields of the same of a thread."""
+_WANTS = frozenset("RDt")
+"""States of a thread that runs or waits for a CPU, for a disk, or for its debugger."""
 _EXITING = 0x4
 """PF_EXITING: set before the kernel closes the files of a process, and to its very end."""
 
@@ -22,6 +26,33 @@ def has_ended(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return True
     return bool(int(stat.rpartition(")")[2].split()[_FLAGS]) & _EXITING)
+
+
+class Standstill:
+    """Whether a process does nothing at all: stopped, or asleep with all its threads.
+
+    However slow a process is on a busy machine, it uses a CPU or waits for one, or for a disk. So
+    load is never taken for a standstill; only a process that nobody needs anything of may look so.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._threads = Path(f"/proc/{pid}/task")
+        self._used = -1
+
+    def look(self) -> bool:
+        """Whether it has used no CPU since the last look, and wants none now. False where that
+        cannot be told: a kernel that says of a process that runs that it never did counts nothing.
+        """
+        used, wants = 0, False
+        try:
+            for thread in self._threads.iterdir():
+                fields = (thread / "stat").read_text().rpartition(")")[2].split()
+                used += int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
+                wants |= fields[_STATE] in _WANTS
+        except OSError:  # a thread that ends, or no such process
+            return False
+        before, self._used = self._used, used
+        return used == before and used > 0 and not wants
 
 
 def pid_namespace() -> int:

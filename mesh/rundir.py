@@ -11,6 +11,9 @@ API
     ``lanes_path(settings, id)``             Unix socket path at which an expert takes lanes
     ``bundles_address(settings, id)``        ... at which an expert worker hands experts out
     ``claim(directory, id) -> Claim``        one process per id: pid file under a lock
+    ``running_pid(directory, id)``           whose process that is
+    ``running(directory)``                   all that run there
+    ``take_along(settings)``                 the last process of a mesh removes what it left there
 
 The directory's mode guards every ``ipc://`` link: whoever may enter it may command the mesh.
 Errors: ``RunDirError``.
@@ -27,6 +30,9 @@ from types import TracebackType
 from mesh.addresses import MAX_SOCKET_PATH_BYTES
 from mesh.hosts import listen_address
 from mesh.settings import Settings
+
+ORDERS = "orders.json"
+"""What administrators ordered at run time: it outlives the planner, and goes with the mesh."""
 
 
 class RunDirError(Exception):
@@ -60,15 +66,27 @@ def create_run_dir(settings: Settings) -> Path:
     """
     directory = run_dir(settings)
     private = [directory] if settings.mesh.run_dir else [directory.parent, directory]
-    private[0].parent.mkdir(parents=True, exist_ok=True)
+    chosen = "mesh.run_dir" if settings.mesh.run_dir else "no mesh.run_dir is set"
+    try:
+        private[0].parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_be_made(private[0], chosen, error) from None
     for path in private:
         try:
-            path.mkdir(mode=0o700, exist_ok=True)
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise _cannot_be_made(path, chosen, error) from None
+        try:
             found = path.lstat()
         except OSError as error:
-            raise RunDirError(f"run directory {path}: {error.strerror}") from None
+            raise _cannot_be_made(path, chosen, error) from None
         if not stat.S_ISDIR(found.st_mode):
-            raise RunDirError(f"run directory {path} is not a directory")
+            raise RunDirError(
+                f"run directory {path} ({chosen}) is not a directory: expected one of this user "
+                "alone, or a path at which it can be made"
+            )
         if found.st_uid != os.getuid():
             raise RunDirError(
                 f"run directory {path} belongs to uid {found.st_uid}, not to {os.getuid()}: "
@@ -80,6 +98,13 @@ def create_run_dir(settings: Settings) -> Path:
             )
     socket_path(directory, "x" * 24)
     return directory
+
+
+def _cannot_be_made(path: Path, chosen: str, error: OSError) -> RunDirError:
+    return RunDirError(
+        f"run directory {path} ({chosen}) cannot be made: {error.strerror}; expected a path at "
+        "which this user can make a directory: set mesh.run_dir to one"
+    )
 
 
 def state_dir(settings: Settings) -> Path:
@@ -178,3 +203,35 @@ def claim(directory: Path, id: str) -> Claim:  # noqa: A002
     os.ftruncate(fd, 0)
     os.write(fd, f"{os.getpid()}\n".encode())
     return Claim(path, fd)
+
+
+def running_pid(directory: Path, id: str) -> int | None:  # noqa: A002
+    """Process id of the process of this id that runs in ``directory``, or None."""
+    try:
+        descriptor = os.open(directory / f"{id}.pid", os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.read(descriptor, 32).strip()
+        return int(text) if text.isdigit() else None
+    else:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def running(directory: Path) -> dict[str, int]:
+    """Id -> process id of what runs in ``directory``, in order of ids."""
+    ids = sorted(path.stem for path in directory.glob("*.pid"))
+    return {id_: pid for id_ in ids if (pid := running_pid(directory, id_)) is not None}
+
+
+def take_along(settings: Settings) -> None:
+    """For a process that has given up its claim: remove what belongs to the mesh if nobody is left
+    in its run directory. Where the planner is reached from other hosts, the mesh may go on there.
+    """
+    directory = run_dir(settings)
+    if not settings.mesh.planner and not running(directory):
+        (directory / ORDERS).unlink(missing_ok=True)

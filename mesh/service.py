@@ -44,12 +44,12 @@ from structlog.typing import FilteringBoundLogger
 
 from mesh import logs, metrics
 from mesh.addresses import is_loopback
-from mesh.config import ConfigError, Effective, load, name_fault
+from mesh.config import ConfigError, Effective, assignment, load, name_fault
 from mesh.health import Health, health_path
 from mesh.links import LinkError, Net
 from mesh.messages import Role
 from mesh.processes import die_with, pid_namespace
-from mesh.rundir import AlreadyRunning, RunDirError, claim, create_run_dir
+from mesh.rundir import AlreadyRunning, RunDirError, claim, create_run_dir, take_along
 from mesh.settings import Settings
 from mesh.supervise import ActorCrashed, CannotServe, ExitCode
 
@@ -156,6 +156,8 @@ def run_service(
     log = structlog.get_logger("service").bind(role=role, id=flags.id)
     with held:
         code = _run(role, flags, incarnation, effective, run_dir, log, main)
+    if code == ExitCode.OK:
+        take_along(effective.settings)
     sys.stderr.flush()
     raise SystemExit(code)
 
@@ -295,7 +297,7 @@ def _parse(role: Role, argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--set",
-        type=_assignment,
+        type=assignment,
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
@@ -318,13 +320,6 @@ def _id(text: str) -> str:
     if fault := name_fault(text):
         raise argparse.ArgumentTypeError(fault)
     return text
-
-
-def _assignment(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected SECTION.KEY=VALUE")
-    return key.strip(), value.strip()
 
 
 def _allow_open_files() -> None:

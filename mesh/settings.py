@@ -135,8 +135,9 @@ class RouterSettings(_Section, frozen=True, kw_only=True):
     block_size: int = 16
     """Tokens per KV block."""
     kv_cache_bytes: int = 0
-    """Memory of the KV cache, in each of the ``tp`` processes. 0: room for 16 full-length
-    sequences, at most 1 GiB."""
+    """Memory of the KV cache, in each of the ``tp`` processes: at least that of one sequence of the
+    model's full context, or the router does not start. 0: room for 16 such sequences within 1 GiB,
+    and for one in any case."""
     prefix_cache: bool = True
     """Share the KV blocks of equal prompt beginnings."""
     micro_batches: Literal["auto", "1", "2", "3", "4"] = "auto"
@@ -181,13 +182,15 @@ class PlannerSettings(_Section, frozen=True, kw_only=True):
     mode: Literal["off", "advise", "auto"] = "auto"
     """off: no plans. advise: plans are made and reported, nothing moves. auto: carried out."""
     redundant_slots: int = 0
-    """Physical slots per MoE layer beyond the number of logical experts."""
+    """Physical slots per MoE layer beyond the number of logical experts. A worker holds an expert
+    once: of more than (workers - 1) x experts the rest is left out, and an alarm says so."""
     spare_slots: int = 1
     """Empty slots per rank and MoE layer in which experts are loaded before they serve. More: fewer
     rounds a move, more memory while it lasts."""
     initial_placement: str = ""
     """A file (or inline JSON) with the placement to start from: SGLang's, TensorRT-LLM's or
-    vllm-ascend's format. Empty: the last plan of this mesh if it fits, else uniform."""
+    vllm-ascend's format. trivial (SGLang's word): uniform, whatever the last plan was. Empty: the
+    last plan of this mesh if it fits, else uniform."""
     interval_s: float = 30.0
     """Pause between plans. Shorter follows the load faster and computes more."""
     window_s: float = 60.0

@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from mesh.messages import Sampling
+
 
 class _Spec(msgspec.Struct, frozen=True, kw_only=True):
     pass
@@ -105,6 +107,24 @@ class SamplingDefaults(_Spec, frozen=True, kw_only=True):
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
+
+    def filled(self) -> Sampling:
+        """How a request that says nothing is sampled: neutral where the file is silent, greedy
+        where it only says not to sample.
+        """
+        neutral = Sampling()
+        greedy = self.do_sample is False and self.temperature is None
+        return Sampling(
+            temperature=0.0 if greedy else _given(self.temperature, neutral.temperature),
+            top_p=_given(self.top_p, neutral.top_p),
+            top_k=max(0, self.top_k or 0),
+            min_p=_given(self.min_p, neutral.min_p),
+            repetition_penalty=_given(self.repetition_penalty, neutral.repetition_penalty),
+        )
+
+
+def _given(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
 
 
 class ModelSpec(_Spec, frozen=True, kw_only=True):

@@ -14,6 +14,9 @@ from moe_model.plan import Chunk
 MakeClient: TypeAlias = Callable[[bytes], ExpertClient]
 """``decodes -> client`` of one micro-batch: a byte a token, 1 if it belongs to a decode step."""
 
+Computed: TypeAlias = Callable[[int, int, int], None]
+"""``(layer, began_ns, ended_ns)``: a device computed for a layer. See ``RouterModel.clients``."""
+
 
 class LayerModel(Protocol):
     """What the loop needs of a model; see ``RouterModel``, which others may wrap. Plan and cache
@@ -28,9 +31,9 @@ class LayerModel(Protocol):
 
     def dense(self, layer: int, h: torch.Tensor) -> torch.Tensor: ...
 
-    def ffn_input(self, layer: int, h: torch.Tensor) -> torch.Tensor: ...
-
-    def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def gate(
+        self, layer: int, h: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
     def shared(self, layer: int, x: torch.Tensor) -> torch.Tensor | None: ...
 
@@ -49,7 +52,7 @@ class ServedModel(LayerModel, Protocol):
 
     def logits(self, h_rows: torch.Tensor) -> torch.Tensor: ...
 
-    def clients(self, make: MakeClient, computed: Callable[[int, int], None]) -> MakeClient: ...
+    def clients(self, make: MakeClient, computed: Computed) -> MakeClient: ...
 
 
 def forward(
@@ -71,8 +74,7 @@ def forward(
         if layer not in moe_layers:
             h = model.dense(layer, h)
             continue
-        x = model.ffn_input(layer, h)
-        topk_ids, topk_weights = model.route(layer, x)
+        x, topk_ids, topk_weights = model.gate(layer, h)
         ticket = experts.dispatch(layer, x, topk_ids, topk_weights)
         try:
             shared = model.shared(layer, x)  # computed while the routed experts work

@@ -7,8 +7,9 @@ Sigmoid with a selection bias and groups (DeepSeek-V3), or softmax (Mixtral); se
 from __future__ import annotations
 
 import torch
+from ep_kernels.few import FewGate
 from ep_kernels.gating import GateKernel, GateRule
-from ep_kernels.packed import pack_linear
+from ep_kernels.packed import is_dispatch_bound, pack_linear
 
 from moe_model.architecture import GateSpec
 
@@ -45,6 +46,13 @@ class Gate:
         rule = gate_rule(spec, weight.shape[0], top_k)
         self._linear = pack_linear(weight, "fp32", exact=exact)
         self._choose = GateKernel(rule, bias)
+        self._weight = weight if not exact and is_dispatch_bound(*weight.shape) else None
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._choose(self._linear(x))
+
+    def few(self, norm: torch.Tensor, epsilon: float) -> FewGate | None:
+        """Norm and gate for a few tokens, where calls cost more than the products."""
+        if self._weight is None:
+            return None
+        return FewGate(norm, epsilon, self._weight, self._choose)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-_ALIGN_VALUES = 16
+from moe_model.kv_size import row_stride
 
 
 class KVCache:
@@ -53,8 +53,3 @@ class KVCache:
         """Copy blocks ``[b]`` int64 -> rows ``[b * block_size, width]``."""
         rows = self._blocks[layer].index_select(0, blocks).view(-1, self.stride)
         return rows if self.width == self.stride else rows[:, : self.width]
-
-
-def row_stride(width: int) -> int:
-    """Values between the starts of two rows: ``width`` rounded up to a cache line."""
-    return -(-width // _ALIGN_VALUES) * _ALIGN_VALUES

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from ep_kernels.few import FewLatent
+from ep_kernels.few import FEW_TOKENS, FewGate, FewLatent
 from ep_kernels.packed import PackedLinear, pack_linear
 from ep_kernels.rows import RmsNorm
 from torch.nn.functional import embedding
@@ -22,11 +22,12 @@ from moe_model.attention.core import span_rows
 from moe_model.attention.gqa import GroupedQueryAttention, gqa_turns
 from moe_model.attention.mla import LatentAttention, expand_rule, mla_turns
 from moe_model.checkpoint import Checkpoint
-from moe_model.forward import MakeClient
+from moe_model.forward import Computed, MakeClient
 from moe_model.gate import Gate
-from moe_model.kv_cache import KVCache, row_stride
+from moe_model.kv_cache import KVCache
+from moe_model.kv_size import row_stride
 from moe_model.layers import SwiGlu
-from moe_model.plan import CacheShape, Chunk, StepPlan, Turns, plan_step
+from moe_model.plan import CacheShape, Chunk, StepPlan, Turns, plan_step, tabled
 from moe_model.rope import Rope
 from moe_model.shard import Shard
 from moe_model.spec import load_spec
@@ -49,6 +50,8 @@ class Layer:
     ffn_norm: RmsNorm
     dense: SwiGlu | None
     gate: Gate | None
+    few_gate: FewGate | None
+    """Norm and gate for a few tokens, if there is such a way."""
     shared: SwiGlu | None
 
 
@@ -98,10 +101,10 @@ class RouterModel:
         """Time spent waiting for other processes that compute with this one, since start."""
         return 0
 
-    def clients(self, make: MakeClient, computed: Callable[[int, int], None]) -> MakeClient:
+    def clients(self, make: MakeClient, computed: Computed) -> MakeClient:
         """What makes the clients that this model's rows can be given to: ``make``, whose clients
-        take and give rows on the CPU. ``computed(layer, ns)`` is told of time that passed between
-        a layer's calls here and its rows; here none does.
+        take and give rows on the CPU. ``computed(layer, began_ns, ended_ns)`` is told of time that
+        passed between a layer's calls here and its rows; here none does.
         """
         del computed
         return make
@@ -143,26 +146,25 @@ class RouterModel:
             return parts.few(h, plan.query_turn, plan.key_turn, rows)
         return parts.attention(parts.attention_norm(h), plan, kv, layer).add_(h)
 
-    def ffn_input(self, layer: int, h: torch.Tensor) -> torch.Tensor:
-        """Normed ``h``: what gate, shared and routed experts of a MoE layer read."""
-        return self._layers[layer].ffn_norm(h)
-
     def dense(self, layer: int, h: torch.Tensor) -> torch.Tensor:
         """``h`` plus the FFN of a layer that is no MoE layer."""
         parts = self._layers[layer]
         assert parts.dense is not None
         return parts.dense(parts.ffn_norm(h)).add_(h)
 
-    def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logical experts ``[tokens, k]`` int32, in the gate's order, and their weights
-        ``[tokens, k]`` fp32, for ``ffn_input``'s ``x``.
+    def gate(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of a MoE layer: normed ``h``, which gate, shared and routed experts read; logical experts
+        ``[tokens, k]`` int32, in the gate's order; and their weights ``[tokens, k]`` fp32.
         """
-        gate = self._layers[layer].gate
-        assert gate is not None
-        return gate(x)
+        parts = self._layers[layer]
+        if parts.few_gate is not None and h.shape[0] <= FEW_TOKENS:
+            return parts.few_gate(h)
+        assert parts.gate is not None
+        x = parts.ffn_norm(h)
+        return x, *parts.gate(x)
 
     def shared(self, layer: int, x: torch.Tensor) -> torch.Tensor | None:
-        """The shared expert's output for ``ffn_input``'s ``x``; None when there is none."""
+        """The shared expert's output for ``gate``'s ``x``; None when there is none."""
         shared = self._layers[layer].shared
         return None if shared is None else shared(x)
 
@@ -265,13 +267,15 @@ def _load_layer(spec: ModelSpec, reader: Reader, layer: int, kind: Weights, exac
     norm = reader.owned("attention_norm", layer)
     attention = _load_attention(spec, reader, layer, kind, exact)
     few = attention.few(norm, spec.norm_eps) if isinstance(attention, LatentAttention) else None
+    ffn_norm = reader.owned("ffn_norm", layer)
     return Layer(
         attention_norm=RmsNorm(norm, spec.norm_eps),
         attention=attention,
         few=few,
-        ffn_norm=RmsNorm(reader.owned("ffn_norm", layer), spec.norm_eps),
+        ffn_norm=RmsNorm(ffn_norm, spec.norm_eps),
         dense=ffn("dense"),
         gate=gate,
+        few_gate=None if gate is None else gate.few(ffn_norm, spec.norm_eps),
         shared=ffn("shared"),
     )
 
@@ -294,5 +298,5 @@ def _load_attention(
 def _turns(spec: ModelSpec, shard: Shard, rope: Rope) -> Turns:
     attention = shard.attention
     if isinstance(attention, MlaSpec):
-        return mla_turns(attention, rope, spec.hidden_size)
-    return gqa_turns(attention, rope)
+        return tabled(mla_turns(attention, rope, spec.hidden_size), spec.max_context)
+    return tabled(gqa_turns(attention, rope), spec.max_context)

@@ -143,6 +143,17 @@ class StepPlan:
 
 Turns: TypeAlias = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
+_TABLE_BYTES = 16 << 20
+
+
+def tabled(turns: Turns, max_context: int) -> Turns:
+    """``turns`` worked out for all positions beforehand, where that takes little memory."""
+    tables = turns(torch.arange(1))
+    if max_context * sum(table.nbytes for table in tables) > _TABLE_BYTES:
+        return turns
+    query, key = turns(torch.arange(max_context))
+    return lambda positions: (query.index_select(0, positions), key.index_select(0, positions))
+
 
 def plan_step(
     chunks: Sequence[Chunk], shape: CacheShape, max_context: int, turns: Turns

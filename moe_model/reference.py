@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from mesh.messages import Sampling
 from moe_model.experts import ExpertClient, LocalExperts
 from moe_model.forward import forward, run_to_end
 from moe_model.kv_cache import KVCache
 from moe_model.model import RouterModel, Weights, load_router_model
 from moe_model.plan import Chunk
+from moe_model.sampler import UNDRAWABLE, Sampler
 
 _BLOCK_SIZE = 16
 _PREFILL_TOKENS = 512
+_GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The one sequence, as the sampler sees it."""
+
+    tokens: list[int]
+    prompt_len: int
+    sampling: Sampling
+    stop_ids: frozenset[int] = frozenset()
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.prompt_len
 
 
 class ReferenceModel:
@@ -51,28 +69,31 @@ class ReferenceModel:
         token_ids: Sequence[int],
         max_tokens: int,
         *,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
+        sampling: Sampling = _GREEDY,
         ignore_eos: bool = False,
     ) -> Iterator[int]:
         """Yield up to ``max_tokens`` tokens after the prompt, until an end-of-sequence token or the
-        end of the context. ``temperature`` 0 takes the most likely token.
+        end of the context. Of ``sampling``, what says how to draw is used: the draws are a
+        router's for the same logits. Raises ``ArithmeticError`` for logits that are not finite.
         """
         max_tokens = min(max_tokens, self.model.spec.max_context - len(token_ids))
         if max_tokens < 1:
             return
         kv, table = self._cache(len(token_ids) + max_tokens)
-        generator = torch.Generator().manual_seed(seed)
+        sampler = Sampler(self.model.spec.vocab_size)
+        row = _Row(list(token_ids), len(token_ids), sampling)
         stop = () if ignore_eos else self.model.spec.eos_token_ids
         with torch.inference_mode():
             for hidden in self._prefill(token_ids, kv, table):
                 last = hidden[-1:]
         for position in range(len(token_ids), len(token_ids) + max_tokens):
             with torch.inference_mode():
-                token = _draw(self.model.logits(last)[0], temperature, top_p, generator)
+                (token,), _ = sampler.draw(self.model.logits(last), [row])
+            if token == UNDRAWABLE:
+                raise ArithmeticError(f"the logits after {position} tokens are not finite")
             if token in stop:
                 return
+            row.tokens.append(token)
             yield token
             with torch.inference_mode():
                 last = self._step(Chunk([token], position, table), kv)
@@ -91,15 +112,3 @@ class ReferenceModel:
     def _step(self, chunk: Chunk, kv: KVCache) -> torch.Tensor:
         plan = self.model.plan([chunk], kv.block_size)
         return run_to_end(forward(self.model, plan, kv, self.experts))
-
-
-def _draw(
-    logits: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator
-) -> int:
-    """A token from ``logits [vocab]``: nucleus sampling (arXiv 1904.09751), or greedy at 0."""
-    if temperature == 0.0:
-        return int(logits.argmax())
-    probs, order = torch.softmax(logits / temperature, -1).sort(descending=True)
-    # A token stays while those before it hold less than top_p; the first always does.
-    probs[probs.cumsum(-1) - probs >= top_p] = 0.0
-    return int(order[torch.multinomial(probs, 1, generator=generator)])

@@ -46,7 +46,7 @@ class RouterShard(RouterModel):
         return parts.dense(parts.ffn_norm(h))
 
     def shared_part(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """For ``ffn_input``'s ``x`` of a layer with a shared expert."""
+        """For ``gate``'s ``x`` of a layer with a shared expert."""
         shared = self._layers[layer].shared
         assert shared is not None
         return shared(x)

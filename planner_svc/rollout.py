@@ -540,7 +540,23 @@ class Rollout:
     @property
     def alarms(self) -> tuple[str, ...]:
         """What an operator should look at, in words."""
-        return tuple(self._runner.alarms.values())
+        useless = self.useless_slots
+        return (*self._runner.alarms.values(), *([useless] if useless else ()))
+
+    @property
+    def useless_slots(self) -> str:
+        """Which redundant slots are left out however the experts are placed, in words and numbers;
+        empty when there are none. As many workers are counted as are there or are waited for.
+        """
+        redundant, experts = self._rules.redundant_slots, self.shape.num_experts
+        workers = max(self._rules.wanted_ranks, len(self._held.staying()))
+        most = experts * (workers - 1)
+        if redundant <= most:
+            return ""
+        return (
+            f"planner.redundant_slots = {redundant}: {most} are used, since a worker holds an "
+            f"expert once: {workers} workers x {experts} experts - {experts}"
+        )
 
     def errors(self) -> dict[str, str]:
         """Rank -> why it could not take its slots."""

@@ -162,10 +162,19 @@ async def main(ctx: Context) -> None:
             stored = initial_placement(settings, spec, policy, epoch)
         except (FormatError, PlanError) as error:
             raise CannotServe(f"planner.initial_placement: {error}") from error
-    shape = ModelShape(spec.moe_layers, spec.num_experts)
-    now = time.monotonic()
     # Wall-clock milliseconds: later starts count on from a higher number than earlier ones used.
     first_number = time.time_ns() // 1_000_000
+    shape = ModelShape(spec.moe_layers, spec.num_experts)
+    rollout = Rollout(
+        shape,
+        RolloutRules.of(settings),
+        stored=stored,
+        first_command=first_number,
+        again=orders is not None,
+    )
+    if rollout.useless_slots:
+        ctx.log.warning("redundant_slots.left_out", reason=rollout.useless_slots)
+    now = time.monotonic()
     identity = Identity(
         mesh=settings.mesh.name,
         model=name,
@@ -187,13 +196,7 @@ async def main(ctx: Context) -> None:
     coordinator = Coordinator(
         identity,
         Rules.of(settings.planner, digest),
-        Rollout(
-            shape,
-            RolloutRules.of(settings),
-            stored=stored,
-            first_command=first_number,
-            again=orders is not None,
-        ),
+        rollout,
         LoadWindow(
             len(spec.moe_layers),
             spec.num_experts,

@@ -2,7 +2,8 @@
 
 ``plan.json``     the last committed plan, in the state directory: it outlives the mesh
 ``orders.json``   what administrators ordered at run time, in the run directory, which
-                  ``moemesh up`` clears at its start and end: it lives as long as the mesh
+                  ``moemesh up`` clears at its start and end, as does the last of the services that
+                  were started by themselves: it lives as long as the mesh
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import TypeVar
 import msgspec
 
 from mesh.messages import Placement
+from mesh.rundir import ORDERS
 from planner_svc.decide import Orders
 
 PLAN = "plan.json"
-ORDERS = "orders.json"
 T = TypeVar("T")
 
 

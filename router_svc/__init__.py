@@ -2,8 +2,8 @@
 
 Layers, lowest first (an arrow means "may import")::
 
-    service -> engine -> step -> sampler, microbatch, experts -> routing
-       |         |        |                      |
+    service -> engine -> step -> microbatch, experts -> routing
+       |         |        |            |
        |         +--------+--> scheduler -> sequence -> blocks
        |         +--> lanes   +--> profile
        +--> metrics
@@ -11,6 +11,5 @@ Layers, lowest first (an arrow means "may import")::
               +--> follower ------> peers     ... each of which runs ``follower``
 
 Pure modules (no asyncio, no clock, no plane): ``blocks``, ``sequence``, ``scheduler``,
-``microbatch``, ``routing``; ``sampler`` is pure on tensors. ``engine`` is the compute thread,
-``service`` the event loop around it.
+``microbatch``, ``routing``. ``engine`` is the compute thread, ``service`` the event loop around it.
 """

@@ -30,7 +30,7 @@ from ep_kernels.routing import Choice, Counts
 
 from mesh.messages import Placement
 from moe_model.experts import combine_rows
-from router_svc.profile import Times, uncovered_ns
+from router_svc.profile import Times
 from router_svc.routing import RouteTable, no_routes
 from router_svc.tickets import (
     ExpertsUnavailableError,
@@ -281,10 +281,10 @@ class MeshExperts:
         """Send a slow worker's piece again if others serve all of it; False if not."""
         ticket = piece.ticket
         if ticket.error is not None or not self._routes.goes_round(
-            ticket.layer, piece.part.pair_expert.tolist()
+            ticket.layer, piece.part.block.pair_expert.tolist()
         ):
             return False
-        self.tally.resent += piece.pairs.size
+        self.tally.resent += piece.part.block.num_pairs
         self._withdraw(piece)
         self._send_pairs(ticket, piece.pairs, piece.since)
         return True
@@ -302,8 +302,7 @@ class MeshExperts:
     def combine(self, ticket: MeshTicket) -> torch.Tensor:
         """``MeshTicket.result``: add the answers up and free their ring slots."""
         started = perf_counter_ns()
-        ticket.spans.append(self._times.shared_span)
-        self._times.idle_ns += uncovered_ns(ticket.sent_ns, started, ticket.spans)
+        self._times.was_away(ticket.sent_ns, started, ticket.spans)
         try:
             if ticket.error is not None:
                 raise ticket.error
@@ -313,6 +312,7 @@ class MeshExperts:
             self.release(ticket)
             times, took_ns = self._times, perf_counter_ns() - started
             times.combine_ns += took_ns
+            times.spans.append((started, started + took_ns))
             times.layers.combine[times.layers.groups.of(ticket.layer)] += took_ns
 
     def release(self, ticket: MeshTicket) -> None:
@@ -327,7 +327,7 @@ class MeshExperts:
         """Partial sums ``[n, hidden]`` of each piece -> ``[tokens, hidden]``."""
         pieces = ticket.pieces
         tokens = ticket.x.shape[0]
-        if pieces and all(piece.part.rows.shape[0] == tokens for piece in pieces):
+        if pieces and all(piece.part.block.num_tokens == tokens for piece in pieces):
             if len(pieces) == 1:
                 return pieces[0].rows.clone()
             out = pieces[0].rows + pieces[1].rows
@@ -336,7 +336,7 @@ class MeshExperts:
             return out
         out = torch.zeros(ticket.x.shape)
         for piece in pieces:
-            out.index_add_(0, piece.part.rows, piece.rows)
+            out.index_add_(0, torch.from_numpy(piece.part.block.rows), piece.rows)
         return out
 
     def _sum_in_choice_order(self, ticket: MeshTicket) -> torch.Tensor:
@@ -366,19 +366,9 @@ class MeshExperts:
         )
         epoch = routes.placement.epoch
         for message in messages:
-            part = Part(
-                self.step,
-                ticket.layer,
-                epoch,
-                ticket.x,
-                torch.from_numpy(message.rows),
-                message.pair_token,
-                message.pair_slot,
-                message.pair_expert,
-                message.pair_weight,
-            )
+            part = Part(self.step, ticket.layer, epoch, ticket.x, message.block)
             peer = routes.ranks[message.rank]
-            piece = Piece(ticket, peer, part, message.pairs, since)
+            piece = Piece(ticket, peer, part, message, since)
             ticket.pieces.append(piece)
             ticket.missing += 1
             if peer in self._queued or not self._try_send(piece):
@@ -401,9 +391,9 @@ class MeshExperts:
         lane = self.lane_bytes.get(piece.peer)
         if lane is None:
             lane = self.lane_bytes[piece.peer] = LaneBytes()
-        part = piece.part
-        row_bytes = part.x.shape[1] * self._wire_bytes
-        lane.sent += part.rows.shape[0] * row_bytes + part.pair_slot.size * _PAIR_BYTES
+        block = piece.part.block
+        row_bytes = piece.part.x.shape[1] * self._wire_bytes
+        lane.sent += block.num_tokens * row_bytes + block.num_pairs * _PAIR_BYTES
         piece.sent_at = self._clock()
         in_flight = self._in_flight.get(piece.peer)
         if in_flight is None:
@@ -453,7 +443,7 @@ class MeshExperts:
         counts = self.rank_pairs.get(piece.peer)
         if counts is None:
             counts = self.rank_pairs[piece.peer] = [0] * len(self._layer_index)
-        counts[self._layer_index[piece.ticket.layer]] += piece.pairs.size
+        counts[self._layer_index[piece.ticket.layer]] += piece.part.block.num_pairs
 
     def _send_queued(self) -> None:
         for peer, queue in tuple(self._queued.items()):
@@ -469,7 +459,7 @@ class MeshExperts:
         ticket = piece.ticket
         if ticket.error is not None:
             return
-        self.tally.resent += piece.pairs.size
+        self.tally.resent += piece.part.block.num_pairs
         if piece.part.epoch == self.epoch and piece.peer in self._plane.peers():
             self._park_piece(piece)
         else:

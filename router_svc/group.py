@@ -148,7 +148,7 @@ class Several:
 
     def load(self, progress: Progress) -> RouterModel:
         model = self._ctx.settings.model
-        self._links = FollowerLinks(self._sockets, timeout_s=self._timeout_s)
+        self._links = FollowerLinks(self._sockets, self.pids, timeout_s=self._timeout_s)
         parts = load_shard(
             self._path,
             0,

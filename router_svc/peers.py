@@ -19,13 +19,18 @@ from time import perf_counter_ns
 
 import torch
 
+from mesh.processes import Standstill
 from mesh.supervise import CannotServe, ExitCode
 
 _HEADER = struct.Struct("=4i")
 """Operation, two arguments, words of payload."""
 _LOADING, _LOADED = b".", b"!"
 """What a follower says before it is asked anything: with each step of loading, and at the end."""
-_LOOK_MS = 100
+_LOOK_S = 0.1
+_STILL_LOOKS = 15
+"""Looks at a follower that owes something, one after another, after which it hangs if it stood
+still at each of them.
+"""
 
 
 class GroupLost(CannotServe):
@@ -63,9 +68,14 @@ class FollowerLinks:
     Every method raises ``GroupLost`` when a follower has ended or does not do its part in time.
     """
 
-    def __init__(self, links: Sequence[socket.socket], *, timeout_s: float) -> None:
-        """``links``: to ranks 1, 2, ...; ``timeout_s``: how long one may take for anything."""
+    def __init__(
+        self, links: Sequence[socket.socket], pids: Sequence[int], *, timeout_s: float
+    ) -> None:
+        """``links``: to ranks 1, 2, ..., whose processes are ``pids``. ``timeout_s``: how long one
+        may take for anything; one that stands still meanwhile is given up after 1.5 s.
+        """
         self._links = links
+        self._pids = pids
         self._timeout_s = timeout_s
         self._answers: list[torch.Tensor] = []
         self.heard = 0
@@ -73,7 +83,7 @@ class FollowerLinks:
         self.waited_ns = 0
         """Time spent in ``answers``, since start."""
         for link in links:
-            link.settimeout(timeout_s)
+            link.settimeout(_LOOK_S)
 
     def until_loaded(self, progress: Callable[[], None]) -> None:
         """Wait for every follower, however long it loads; ``progress`` is called again and again
@@ -85,7 +95,7 @@ class FollowerLinks:
             news.register(link, select.POLLIN)
             while said != _LOADED:
                 progress()
-                if news.poll(_LOOK_MS):
+                if news.poll(_LOOK_S * 1000):
                     self._receive(rank, link, memoryview(said))
                     self.heard += 1
             said = bytearray(1)
@@ -97,14 +107,7 @@ class FollowerLinks:
         if payload is not None:
             parts.append(_bytes(payload))
         for rank, link in enumerate(self._links, 1):
-            try:
-                sent = link.sendmsg(parts)
-                for part in parts:
-                    if sent < len(part):
-                        link.sendall(part[sent:])
-                    sent = max(0, sent - len(part))
-            except OSError as error:
-                raise self._lost(rank, error) from error
+            self._send(rank, link, [*parts])
 
     def ask(
         self,
@@ -126,17 +129,72 @@ class FollowerLinks:
         self.waited_ns += perf_counter_ns() - started
         return self._answers
 
-    def _receive(self, rank: int, link: socket.socket, into: memoryview) -> None:
-        try:
-            _receive(link, into)
-        except OSError as error:
-            raise self._lost(rank, error) from error
+    def _send(self, rank: int, link: socket.socket, parts: list[memoryview]) -> None:
+        wait: _Wait | None = None
+        while parts:
+            try:
+                sent = link.sendmsg(parts)
+            except TimeoutError:
+                wait = wait or self._wait(rank)
+                wait.look()
+                continue
+            except OSError as error:
+                raise _gone(rank, error) from error
+            wait = None
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if sent:
+                parts[0] = parts[0][sent:]
 
-    def _lost(self, rank: int, error: OSError) -> GroupLost:
-        why = f"does not get on within {self._timeout_s:g} s"
-        if not isinstance(error, TimeoutError):
-            why = f"is gone: {error}"
-        return GroupLost(f"rank {rank} of the router's group {why}")
+    def _receive(self, rank: int, link: socket.socket, into: memoryview) -> None:
+        wait: _Wait | None = None
+        filled = 0
+        while filled < len(into):
+            try:
+                count = _receive_some(link, into[filled:])
+            except TimeoutError:
+                wait = wait or self._wait(rank)
+                wait.look()
+                continue
+            except OSError as error:
+                raise _gone(rank, error) from error
+            wait = None
+            filled += count
+
+    def _wait(self, rank: int) -> _Wait:
+        return _Wait(rank, self._pids[rank - 1], self._timeout_s)
+
+
+class _Wait:
+    """One wait for a follower. Counted in looks, of which a process that stands still itself makes
+    none: where the whole group was stopped for a while, nobody hangs.
+    """
+
+    def __init__(self, rank: int, pid: int, timeout_s: float) -> None:
+        self._rank = rank
+        self._standstill = Standstill(pid)
+        self._timeout_s = timeout_s
+        self._looks = self._still = 0
+
+    def look(self) -> None:
+        """After each ``_LOOK_S``. Raises ``GroupLost``."""
+        self._looks += 1
+        self._still = self._still + 1 if self._standstill.look() else 0
+        if self._still >= _STILL_LOOKS:
+            still_s = _STILL_LOOKS * _LOOK_S
+            raise GroupLost(
+                f"rank {self._rank} of the router's group hangs: it owes an answer and has stood "
+                f"still for {still_s:g} s"
+            )
+        if self._looks * _LOOK_S >= self._timeout_s:
+            raise GroupLost(
+                f"rank {self._rank} of the router's group does not get on within "
+                f"{self._timeout_s:g} s"
+            )
+
+
+def _gone(rank: int, error: OSError) -> GroupLost:
+    return GroupLost(f"rank {rank} of the router's group is gone: {error}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +260,15 @@ def _receive(link: socket.socket, into: memoryview) -> None:
     """Fill ``into``; raises ``OSError``, also at the end of the stream."""
     filled = 0
     while filled < len(into):
-        count = link.recv_into(into[filled:])
-        if not count:
-            raise ConnectionResetError("it has closed the connection")
-        filled += count
+        filled += _receive_some(link, into[filled:])
+
+
+def _receive_some(link: socket.socket, into: memoryview) -> int:
+    """At least a byte; raises ``OSError``, also at the end of the stream."""
+    count = link.recv_into(into)
+    if not count:
+        raise ConnectionResetError("it has closed the connection")
+    return count
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -6,6 +6,7 @@ Computation is split by what the model is asked for; ``send`` routes, copies int
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
@@ -17,6 +18,9 @@ from mesh.layer_groups import LayerGroups
 from mesh.metrics import REQUEST_SECONDS, Buckets
 from moe_model.forward import MakeClient, ServedModel
 from moe_model.plan import Chunk
+
+_SPANS = 32
+"""As many tensor operations as other micro-batches run between a dispatch and its combine."""
 
 
 class Phases:
@@ -70,14 +74,33 @@ class Times:
     combine_ns: int = 0
     sampling_ns: int = 0
     idle_ns: int = 0
-    """From each dispatch until its answers were added up, the time in which neither this router
-    computed the shared expert nor any worker its part. Says little with several micro-batches."""
-    shared_span: tuple[int, int] = (0, 0)
-    """Begin and end of the newest computation of a shared expert."""
+    """From dispatches until their answers were added up, the time in which neither this router ran
+    tensor operations nor any worker computed a part of what was added up."""
+    spans: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_SPANS))
+    """Begin and end of the newest tensor operations for layers, oldest first."""
+    away_to_ns: int = 0
+    """Up to when ``idle_ns`` has been counted."""
     layers: LayerTimes = field(default_factory=lambda: LayerTimes(LayerGroups(1)))
     """What of all this belongs to layers."""
     layer: int = 0
     """The layer dispatched last: what the thread waits for when it waits."""
+
+    def computed(self, layer: int, begin_ns: int, end_ns: int) -> int:
+        """Note a tensor operation for a layer; returns how long it took."""
+        took_ns = end_ns - begin_ns
+        self.layers.computed(layer, took_ns)
+        self.spans.append((begin_ns, end_ns))
+        return took_ns
+
+    def was_away(self, sent_ns: int, end_ns: int, parts: Iterable[tuple[int, int]]) -> None:
+        """Count what was idle between a dispatch and its combine; ``parts``: when workers computed.
+
+        Where dispatches of several micro-batches overlap, no moment is counted twice.
+        """
+        begin_ns = max(sent_ns, self.away_to_ns)
+        own = [span for span in self.spans if span[1] > begin_ns]
+        self.idle_ns += uncovered_ns(begin_ns, end_ns, [*parts, *own])
+        self.away_to_ns = end_ns
 
     @property
     def python_ns(self) -> int:
@@ -94,6 +117,8 @@ class Times:
 
 def uncovered_ns(begin: int, end: int, spans: Iterable[tuple[int, int]]) -> int:
     """Length of ``begin .. end`` that none of the ``spans`` (begin, end) covers."""
+    if end <= begin:
+        return 0
     uncovered, at = 0, begin
     for low, high in sorted(spans):
         if low >= end:
@@ -116,9 +141,8 @@ class TimedModel:
         """See ``RouterModel``; called once."""
         return self._model.clients(make, self._computed)
 
-    def _computed(self, layer: int, ns: int) -> None:
-        self._times.attention_ns += ns
-        self._times.layers.computed(layer, ns)
+    def _computed(self, layer: int, began_ns: int, ended_ns: int) -> None:
+        self._times.attention_ns += self._times.computed(layer, began_ns, ended_ns)
 
     def plan(self, chunks: Sequence[Chunk], block_size: int = 16) -> Any:
         started = perf_counter_ns()
@@ -135,42 +159,25 @@ class TimedModel:
     def attend(self, layer: int, h: torch.Tensor, plan: Any, kv: Any) -> torch.Tensor:
         started = perf_counter_ns()
         h = self._model.attend(layer, h, plan, kv)
-        took_ns = perf_counter_ns() - started
-        self._times.attention_ns += took_ns
-        self._times.layers.computed(layer, took_ns)
+        self._times.attention_ns += self._times.computed(layer, started, perf_counter_ns())
         return h
 
-    def ffn_input(self, layer: int, h: torch.Tensor) -> torch.Tensor:
+    def gate(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         started = perf_counter_ns()
-        x = self._model.ffn_input(layer, h)
-        took_ns = perf_counter_ns() - started
-        self._times.gate_ns += took_ns
-        self._times.layers.computed(layer, took_ns)
-        return x
-
-    def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        started = perf_counter_ns()
-        routed = self._model.route(layer, x)
-        took_ns = perf_counter_ns() - started
-        self._times.gate_ns += took_ns
-        self._times.layers.computed(layer, took_ns)
-        return routed
+        gated = self._model.gate(layer, h)
+        self._times.gate_ns += self._times.computed(layer, started, perf_counter_ns())
+        return gated
 
     def shared(self, layer: int, x: torch.Tensor) -> torch.Tensor | None:
         started = perf_counter_ns()
         out = self._model.shared(layer, x)
-        ended = perf_counter_ns()
-        self._times.shared_ns += ended - started
-        self._times.layers.computed(layer, ended - started)
-        self._times.shared_span = (started, ended)
+        self._times.shared_ns += self._times.computed(layer, started, perf_counter_ns())
         return out
 
     def dense(self, layer: int, h: torch.Tensor) -> torch.Tensor:
         started = perf_counter_ns()
         h = self._model.dense(layer, h)
-        took_ns = perf_counter_ns() - started
-        self._times.shared_ns += took_ns
-        self._times.layers.computed(layer, took_ns)
+        self._times.shared_ns += self._times.computed(layer, started, perf_counter_ns())
         return h
 
     def logits(self, h_rows: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,7 @@ from mesh.service import CannotServe, Context
 from mesh.settings import Settings
 from mesh.supervise import Supervisor
 from moe_model.errors import CheckpointError
+from moe_model.kv_size import kv_cache_fault
 from moe_model.shard import shard_fault
 from moe_model.shipped import checkpoint_dir
 from moe_model.spec import ModelSpec, load_spec, serving_digest
@@ -455,6 +456,18 @@ def router_group(ctx: Context, path: Path, spec: ModelSpec) -> Group:
     return Several(ctx, path, timeout_s=answer_timeout_s(router))
 
 
+def check_cache(ctx: Context, spec: ModelSpec) -> None:
+    """Raises ``CannotServe`` for a KV cache in which no sequence of full length fits."""
+    router = ctx.settings.router
+    if not router.kv_cache_bytes:
+        return
+    if fault := kv_cache_fault(spec, router.kv_cache_bytes, router.block_size, router.tp):
+        raise CannotServe(
+            f"router.kv_cache_bytes = {router.kv_cache_bytes} "
+            f"({ctx.effective.origin['router.kv_cache_bytes']}): {fault}"
+        )
+
+
 async def main(ctx: Context) -> None:
     """Serve until ``ctx.stopping``. Raises ``CannotServe``, ``RefusedByPlanner`` or a crash."""
     model, tp = ctx.settings.model, ctx.settings.router.tp
@@ -465,6 +478,7 @@ async def main(ctx: Context) -> None:
         raise CannotServe(str(error)) from error
     # Impossible settings must show before gigabytes of weights have been read.
     shape, group = lane_shape(ctx.settings, spec), router_group(ctx, path, spec)
+    check_cache(ctx, spec)
     router = Router(ctx, spec, digest, group, shape)
     try:
         await group.start()

@@ -19,11 +19,11 @@ from mesh.messages import Logprob
 from moe_model.experts import Ticket
 from moe_model.forward import ServedModel, forward
 from moe_model.plan import Chunk as ModelChunk
+from moe_model.sampler import UNDRAWABLE, Sampler, logprob_rows
 from router_svc.experts import MeshExperts
 from router_svc.microbatch import MicroBatchRule, split_chunks
 from router_svc.peers import GroupLost
 from router_svc.profile import TimedModel, Times
-from router_svc.sampler import UNDRAWABLE, Sampler, logprob_rows
 from router_svc.scheduler import Chunk, StepWork
 from router_svc.sequence import Sequence as RequestSequence
 from router_svc.tickets import ExpertsUnavailableError

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from ep_kernels.plane import Answer, IntArray, Part
+from ep_kernels.routing import Message
 
 if TYPE_CHECKING:
     from router_svc.experts import MeshExperts
@@ -37,7 +38,7 @@ class Piece:
     ticket: MeshTicket
     peer: str
     part: Part
-    pairs: IntArray
+    message: Message
     since: float | None
     """When its pairs were first sent again or parked, if they were."""
     sent_at: float = 0.0
@@ -46,7 +47,13 @@ class Piece:
     """The answer's rows once its ring slot had to be freed early."""
 
     @property
+    def pairs(self) -> IntArray:
+        """Which of the ticket's pairs it carries."""
+        return self.message.pairs
+
+    @property
     def rows(self) -> torch.Tensor:
+        """The answer's rows."""
         if self.copied is not None:
             return self.copied
         assert self.answer is not None, "combined before it was answered"

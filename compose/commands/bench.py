@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 import cyclopts
 import msgspec
 from cyclopts import Parameter
-from rich.console import Console
 from rich.table import Table
 
+from compose.console import standard_output
 from compose.load import Level, LoadError, run_level
 from compose.model import served_model
 from compose.options import Source, UsageError
@@ -106,7 +106,7 @@ def step(
     settings = source.effective().settings
     served_model(settings)
     level, profiles = asyncio.run(_profile(settings, streams, prompt_tokens, tokens, api_key))
-    console = Console()
+    console = standard_output()
     console.print(_table(profiles))
     for profile in profiles:
         if profile.outside_ms:

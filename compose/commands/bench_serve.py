@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compose.commands.bench import ApiKey, running_mesh
+from compose.console import standard_output
 from compose.options import Source, UsageError
 from compose.serving_load import Goal, Measured, Shape, as_vllm, run_rate
 from compose.serving_plot import draw
@@ -69,7 +70,7 @@ def serve(
     for path in (output, plot):
         if path is not None and not path.parent.is_dir():
             raise UsageError(f"{path}: there is no directory {path.parent}")
-    console = Console()
+    console = standard_output()
     results = asyncio.run(_sweep(settings, rates, shape, goal, api_key, console))
     console.print(_table(results))
     if output is not None:

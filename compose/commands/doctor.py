@@ -7,9 +7,9 @@ from typing import Annotated
 
 import msgspec
 from cyclopts import Parameter
-from rich.console import Console
 from rich.markup import escape
 
+from compose.console import standard_output
 from compose.doctor import Verdict, findings
 from compose.machine import look
 from compose.options import Source
@@ -31,7 +31,7 @@ def doctor(
     if json:
         sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
     else:
-        console = Console()
+        console = standard_output()
         for one in found:
             style = _STYLES[one.verdict]
             line = f"[{style}]{one.verdict:<6}[/]{escape(one.about)}: {escape(one.found)}"

@@ -6,15 +6,17 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from compose.holder import LOGS
 from compose.log_file import readable
 from compose.log_merge import Filter, Line, LogReader
 from compose.options import Source, UsageError
-from mesh.rundir import run_dir
+from mesh.rundir import run_dir, running
 
 _LOOK_S = 0.2
 
@@ -46,19 +48,32 @@ def logs(
     """
     if tail is not None and tail < 0:
         raise UsageError(f"--tail {tail}: expected 0 or more")
-    directory = run_dir(source.effective().settings) / "logs"
+    home = run_dir(source.effective().settings)
+    directory = home / LOGS
     known = sorted(path.stem for path in directory.glob("*.log"))
     if not known:
-        raise UsageError(
-            f"no logs in {directory}: is the mesh up, and is this its mesh.name?", exit_code=1
-        )
+        raise UsageError(_nothing_in(home), exit_code=1)
     if strangers := [member for member in members if member not in known and not follow]:
         raise UsageError(f"no log of {', '.join(strangers)}; expected {', '.join(known)}")
     wanted = Filter(request=request, level=level)
     reader = LogReader(directory, members)
+    found = 0
+
+    def history() -> Iterator[Line]:
+        nonlocal found
+        for line in reader.history():
+            if wanted.wants(line):
+                found += 1
+                yield line
+
     try:
-        lines: Iterable[Line] = (line for line in reader.history() if wanted.wants(line))
-        _print(lines if tail is None else deque(lines, tail), as_written=json)
+        _print(history() if tail is None else deque(history(), tail), as_written=json)
+        if request and not found and not follow:
+            raise UsageError(
+                f"no line of a request {request!r} in {directory}: expected a client's "
+                "X-Request-Id, or the id in an answer",
+                exit_code=1,
+            )
         while follow and directory.is_dir():
             time.sleep(_LOOK_S)
             _print(filter(wanted.wants, reader.news()), as_written=json)
@@ -69,6 +84,29 @@ def logs(
     finally:
         reader.close()
     return 0
+
+
+def _nothing_in(home: Path) -> str:
+    """Why there are no logs there, and where they are."""
+    alone = running(home)
+    if not alone:
+        return f"no logs in {home / LOGS}: is the mesh up, and is this its mesh.name?"
+    where = "\n".join(f"  {id_} (pid {pid}): {_standard_error(pid)}" for id_, pid in alone.items())
+    return (
+        f"no logs in {home / LOGS}: only `moemesh up` writes them there. These services were "
+        f"started by themselves and log to their standard error:\n{where}"
+    )
+
+
+def _standard_error(pid: int) -> str:
+    """Where it goes, in words."""
+    try:
+        target = str(Path(f"/proc/{pid}/fd/2").readlink())
+    except OSError:
+        return "not to be seen from here"
+    if target.startswith("/"):
+        return target
+    return f"read by who started it; under systemd: journalctl _PID={pid}"
 
 
 def _print(lines: Iterable[Line], *, as_written: bool) -> None:

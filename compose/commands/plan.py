@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import cyclopts
 import msgspec
 from cyclopts import Parameter
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
+from compose.console import standard_output
 from compose.options import Source, UsageError
 from compose.plan_view import load_table, plan_panel, record_table
 from compose.processes import ADMIN
@@ -109,7 +110,7 @@ class Asking(Source):
         if self.json:
             _print_json(plain(answer))
         else:
-            Console().print(render(answer), soft_wrap=True)
+            standard_output().print(render(answer), soft_wrap=True)
 
 
 _ASKING = Asking()

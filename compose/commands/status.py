@@ -8,9 +8,9 @@ from typing import Annotated
 
 import msgspec
 from cyclopts import Parameter
-from rich.console import Console
 from rich.live import Live
 
+from compose.console import standard_output
 from compose.options import Source, UsageError
 from compose.probes import PlannerProbe
 from compose.status_view import document, render
@@ -67,7 +67,7 @@ async def _show(settings: Settings, *, as_json: bool, watch: bool, timeout_s: fl
                 await asyncio.sleep(_WATCH_S)
                 _print_json(await ask())
             return
-        console = Console()
+        console = standard_output()
         if not watch:
             console.print(render(first))
             return

@@ -16,7 +16,7 @@ from compose.holder import claim_mesh, release_mesh
 from compose.keys import check_keys
 from compose.launcher import Launcher
 from compose.listeners import Listeners
-from compose.model import check_groups, check_workers, served_model
+from compose.model import check_cache, check_groups, check_workers, served_model
 from compose.options import Source, UsageError
 from compose.processes import Recipe, ServiceRole
 from mesh.config import MAX_GATEWAYS
@@ -73,12 +73,14 @@ def up(
     for flag, seconds in (("--start-timeout", start_timeout), ("--grace", grace)):
         if not seconds > 0:
             raise UsageError(f"{flag} {seconds:g}: expected more than 0 seconds")
+    source.refuse_conflicts(flags, _FLAGS)
     effective = source.effective(flags, _FLAGS)
     if fault := exposure_fault(effective.settings.gateway, os.environ):
         raise UsageError(fault)
     name, spec = served_model(effective.settings)
     check_workers(effective, spec)
     check_groups(effective, spec)
+    check_cache(effective, spec)
     gateway = effective.settings.gateway
     with Listeners(gateway.host, gateway.port) as listeners:
         fds = [listeners.open(index) for index in range(effective.settings.mesh.gateways)]

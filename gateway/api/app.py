@@ -20,15 +20,15 @@ from gateway.api.engine import Engine
 from gateway.api.guard import Guard
 from gateway.api.http import Edge, json_response, read_body
 from gateway.api.openapi import document
+from gateway.api.prompts import check_ids
 from gateway.api.requests import DetokenizeRequest, TokenizeRequest, parse
 from gateway.api.responses import Detokenized, Model, Tokenized, encode, model_list
 from gateway.chat import plain_messages
-from gateway.errors import InvalidRequest, InvalidValue, Unavailable
+from gateway.errors import InvalidValue, Unavailable, UnsupportedField
 from mesh import metrics
 from mesh.admin import PlannerDesk
 
 _VERSION = importlib.metadata.version("moemesh")
-_MAX_TOKEN_ID = 2**32 - 1
 
 
 class Utilities:
@@ -59,7 +59,7 @@ class Utilities:
         engine.model.check_name(request.model)
         special = request.add_special_tokens
         if (request.prompt is None) == (request.messages is None):
-            raise InvalidRequest("Give either prompt or messages.", param="prompt")
+            raise InvalidValue("Give either prompt or messages.", param="prompt")
         if request.prompt is not None:
             text, special = request.prompt, special is not False
         else:
@@ -72,7 +72,7 @@ class Utilities:
     def _render(self, request: TokenizeRequest) -> str:
         template = self._engine.model.template
         if template is None:
-            raise InvalidRequest("The model has no chat template.", param="messages")
+            raise UnsupportedField("The model has no chat template.", param="messages")
         return template.render(
             plain_messages(request.messages or []),
             add_generation_prompt=request.add_generation_prompt is not False,
@@ -83,9 +83,9 @@ class Utilities:
         """Text of token ids, special tokens included."""
         body = await read_body(http, self._engine.max_body_bytes)
         request = await self._engine.off_loop(body, lambda: parse(body, DetokenizeRequest))
-        self._engine.model.check_name(request.model)
-        if not all(0 <= id_ <= _MAX_TOKEN_ID for id_ in request.tokens):
-            raise InvalidValue("tokens must be token ids.", param="tokens")
+        model = self._engine.model
+        model.check_name(request.model)
+        check_ids(request.tokens, model.vocab_size, "tokens")
         return json_response(encode(Detokenized(await self._engine.detokenize(request.tokens))))
 
     async def tokenizer_info(self, http: Request) -> Response:  # noqa: ARG002

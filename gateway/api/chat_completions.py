@@ -25,7 +25,7 @@ from gateway.api.responses import (
 from gateway.api.run import Ticket, collect, running, stream_options, usage_of
 from gateway.api.sampling import check_ranges, max_tokens, sampling, stop_strings
 from gateway.chat import plain_messages
-from gateway.errors import InvalidRequest, InvalidValue
+from gateway.errors import InvalidValue, UnsupportedField
 from gateway.output import Choice, Entry
 
 
@@ -159,7 +159,7 @@ def chat_prompt(engine: Engine, request: ChatRequest) -> str:
     """The messages by the model's template; raises ``InvalidRequest``."""
     template = engine.model.template
     if template is None:
-        raise InvalidRequest(
+        raise UnsupportedField(
             f"The model {engine.model.id!r} has no chat template; use /v1/completions.",
             param="messages",
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import re
+import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from gateway.errors import (
     InvalidValue,
     UnknownField,
     UnsupportedField,
+    shown,
 )
 
 HARMLESS = frozenset(
@@ -179,7 +181,7 @@ def parse(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), fields) from None
+        raise _invalid(str(error), fields, kind) from None
 
 
 @contextmanager
@@ -221,18 +223,30 @@ def _unreadable(body: bytes) -> InvalidJson | InvalidValue:
     return InvalidJson("The body is not accepted as JSON.")
 
 
-def _invalid(text: str, fields: Mapping[str, Any]) -> InvalidType:
+def _invalid(
+    text: str, fields: Mapping[str, Any], kind: type[msgspec.Struct]
+) -> InvalidType | InvalidValue:
     """A client's error out of msgspec's message, which ends with the JSON path."""
     place = _PLACE.search(text)
     path = place["path"] if place else ""
     if path == "logit_bias[...]":  # msgspec does not say which key
         path = f"logit_bias.{_first_no_number(fields['logit_bias'])}"
     what = text[: place.start()] if place else text
+    if path in fields and (accepted := _choices(kind, path)) and isinstance(fields[path], str):
+        return InvalidValue(
+            f"{path} is {shown(fields[path])!r}; expected one of {', '.join(accepted)}.", param=path
+        )
     if not path and (field := _FIELD.search(what)):  # "Object missing required field `prompt`"
         return InvalidType(f"{what}.", param=field["name"])
     if field := _FIELD.search(what):  # "Object contains unknown field `x`" inside an object
         path = f"{path}.{field['name']}"
     return InvalidType(f"{path}: {what}.", param=path or None)
+
+
+def _choices(kind: type[msgspec.Struct], field: str) -> tuple[str, ...]:
+    """What a field accepts that takes one of a few words; empty for any other."""
+    hint = typing.get_type_hints(kind).get(field)
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
 
 
 def _first_no_number(values: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ import msgspec
 
 from gateway.api.requests import ChatRequest, CompletionRequest
 from gateway.errors import ContextTooLong, InvalidType, InvalidValue, shown
-from mesh.messages import Sampling
+from mesh.messages import SEED_MASK, Sampling
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
@@ -18,7 +18,6 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_TOKEN_ENTRIES = 1024
 """Of ``logit_bias`` and ``stop_token_ids``: looked at again for every token."""
-_SEED_MASK = 2**63 - 1
 _DEFAULT_COMPLETION_TOKENS = 16
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,17}")
 
@@ -181,7 +180,7 @@ def sampling(
         repetition_penalty=_given(request.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        seed=(seed if request.seed is None else request.seed) & _SEED_MASK,
+        seed=(seed if request.seed is None else request.seed) & SEED_MASK,
         logit_bias=_logit_bias(request.logit_bias, vocab_size),
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(request.ignore_eos),
@@ -196,7 +195,7 @@ def for_choice(first: Sampling, choice: int) -> Sampling:
     """The parameters of the request's ``choice``-th sequence: another seed, all else equal."""
     if choice == 0:
         return first
-    return msgspec.structs.replace(first, seed=(first.seed + choice) & _SEED_MASK)
+    return msgspec.structs.replace(first, seed=(first.seed + choice) & SEED_MASK)
 
 
 def _given(value: Any, default: Any) -> Any:

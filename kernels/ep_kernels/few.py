@@ -6,52 +6,66 @@ With torch the calls cost more than the products there: a layer of a small model
 from __future__ import annotations
 
 import ctypes
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
+from ep_kernels.gating import GateKernel
 from ep_kernels.native_library import load
 from ep_kernels.plane import FloatArray, IntArray
+
+FEW_TOKENS: Final = 4
+"""Up to so many a call into C that takes one after another is faster than torch's products."""
 
 _POINTER, _NUMBER, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
 
 class _Ffn(ctypes.Structure):
-    _fields_ = (("hidden", _NUMBER), ("inner", _NUMBER), ("scratch", _POINTER))
+    _fields_ = (
+        *(("hidden", _NUMBER), ("inner", _NUMBER)),
+        *((name, _POINTER) for name in ("scratch", "expert", "holds")),
+        *(("slots", _NUMBER), ("most_pairs", _NUMBER)),
+    )
 
 
 class FewFfn:
-    """SwiGLU experts in slots. One thread at a time.
+    """SwiGLU experts in slots. One thread at a time. ``address`` is C's ``few_ffn``.
 
     The caller keeps the tensors alive that it puts into slots: only addresses are held.
     """
 
-    __slots__ = ("_address", "_call", "_experts", "_held", "_slots")
+    __slots__ = ("_call", "_ffn", "_held", "_slots", "address")
 
-    def __init__(self, hidden: int, inner: int, num_slots: int) -> None:
+    def __init__(self, hidden: int, inner: int, holds: IntArray, most_pairs: int = 0) -> None:
+        """``holds`` ``[slots]``: the expert in each; what ``serve`` looks at. It takes parts of up
+        to ``most_pairs``.
+        """
         scratch = torch.empty(2 * inner)
-        ffn = _Ffn(hidden, inner, scratch.data_ptr())
-        self._held = (ffn, scratch)
-        self._address = ctypes.addressof(ffn)
+        self._ffn = _Ffn(hidden, inner, scratch.data_ptr(), most_pairs=most_pairs)
+        self.address = ctypes.addressof(self._ffn)
         self._call = load("few").moemesh_few_ffn
         self._call.restype = _NUMBER
         self._call.argtypes = (
             *(_POINTER, _POINTER, _NUMBER),
-            *(_POINTER, _NUMBER),
             *(_POINTER, _POINTER, _POINTER, _NUMBER),
             _POINTER,
         )
         self._slots = np.zeros((0, 2), dtype=np.uintp)
-        self._experts = 0
-        self.resize(num_slots)
+        self._held = (scratch, holds)
+        self.resize(holds)
 
-    def resize(self, num_slots: int) -> None:
-        """Have ``num_slots`` slots: new ones are empty, the others stay as they are."""
-        slots = np.zeros((num_slots, 2), dtype=np.uintp)
-        stay = min(num_slots, len(self._slots))
+    def resize(self, holds: IntArray) -> None:
+        """Have as many slots as ``holds``, which takes the place of the one before: new ones are
+        empty, the others stay as they are.
+        """
+        slots = np.zeros((holds.size, 2), dtype=np.uintp)
+        stay = min(holds.size, len(self._slots))
         slots[:stay] = self._slots[:stay]
         self._slots = slots
-        self._experts = slots.ctypes.data
+        self._held = (self._held[0], holds)
+        ffn = self._ffn
+        ffn.expert, ffn.holds, ffn.slots = slots.ctypes.data, holds.ctypes.data, holds.size
 
     def put(self, slot: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         """Fill a slot: ``gate_up`` ``[hidden, 2 inner]``, ``down`` ``[inner, hidden]``, fp32."""
@@ -77,9 +91,7 @@ class FewFfn:
         assert x.is_contiguous(), "C reads it as it lies"
         assert out.is_contiguous(), "C writes it as it lies"
         bad = self._call(
-            self._address,
-            self._experts,
-            len(self._slots),
+            self.address,
             x.data_ptr(),
             x.shape[0],
             pair_token.ctypes.data,
@@ -89,6 +101,135 @@ class FewFfn:
             out.data_ptr(),
         )
         return None if bad < 0 else int(bad)
+
+
+class Served(NamedTuple):
+    """A part that ``serve`` has answered."""
+
+    lane: int
+    slot: int
+    sequence: int
+    layer: int
+    tokens: int
+    pairs: int
+    began_ns: int
+    took_ns: int
+
+
+_SERVED: Final = 1
+_serve = load("few").moemesh_few_serve
+_serve.restype = _NUMBER
+_serve.argtypes = (_POINTER, _LONG, _POINTER, _LONG, _POINTER)
+
+
+class FewBanks:
+    """The experts of all layers, for ``serve``. One thread at a time."""
+
+    def __init__(self, layers: int) -> None:
+        self._addresses = np.zeros(layers, dtype=np.uintp)
+        self._at = self._addresses.ctypes.data
+        self._told = np.zeros(len(Served._fields), dtype=np.int64)
+        self._told_at = self._told.ctypes.data
+
+    def set(self, layer: int, ffn: FewFfn) -> None:
+        """Whoever has the ``ffn`` keeps it alive."""
+        self._addresses[layer] = ffn.address
+
+    def serve(self, ends: int, count: int) -> Served | None:
+        """Answer the part that has come over one of ``count`` lanes, C's ``lane_end`` at ``ends``,
+        if it is the only one and small, and the slots hold what it names. None, and nothing was
+        touched, if not.
+        """
+        if _serve(ends, count, self._at, self._addresses.size, self._told_at) != _SERVED:
+            return None
+        return Served(*self._told.tolist())
+
+
+class FewDense:
+    """One SwiGLU expert that every token goes through. One thread at a time.
+
+    It keeps the weights as fp32, and pays up to ``MOST_BYTES`` of that.
+    """
+
+    MOST_BYTES: Final = 2 << 20
+
+    __slots__ = ("_address", "_call", "_held", "_hidden")
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        """``gate_up`` ``[2 inner, hidden]``, ``down`` ``[hidden, inner]``."""
+        hidden, inner = down.shape
+        kept = (gate_up.float().t().contiguous(), down.float().t().contiguous())
+        self._held = (ffn := FewFfn(hidden, inner, np.zeros(1, dtype=np.int32)), kept)
+        ffn.put(0, *kept)
+        self._address = ffn.address
+        self._hidden = hidden
+        self._call = load("few").moemesh_few_dense
+        self._call.restype = None
+        self._call.argtypes = (_POINTER, _POINTER, _NUMBER, _POINTER)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [n, hidden]`` fp32 -> ``[n, hidden]``."""
+        assert x.is_contiguous(), "C reads it as it lies"
+        tokens = x.shape[0]
+        out = torch.empty((tokens, self._hidden))
+        self._call(self._address, x.data_ptr(), tokens, out.data_ptr())
+        return out
+
+
+class _Gate(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("norm", "weight", "gate", "logits")),
+        ("epsilon", ctypes.c_float),
+        ("hidden", _NUMBER),
+    )
+
+
+class FewGate:
+    """The norm before a layer's experts, and the gate. One thread at a time."""
+
+    __slots__ = ("_address", "_call", "_held", "_top_k")
+
+    def __init__(
+        self, norm: torch.Tensor, epsilon: float, weight: torch.Tensor, choose: GateKernel
+    ) -> None:
+        """``norm`` ``[hidden]``, ``weight`` ``[experts, hidden]``, of which ``choose`` takes the
+        product.
+        """
+        logits = torch.empty(weight.shape[0])
+        kept = (norm.float().contiguous(), weight.float().contiguous(), logits, choose)
+        gate = _Gate(
+            kept[0].data_ptr(),
+            kept[1].data_ptr(),
+            choose.address,
+            logits.data_ptr(),
+            epsilon,
+            weight.shape[1],
+        )
+        self._held = (gate, kept)
+        self._address = ctypes.addressof(gate)
+        self._top_k = choose.top_k
+        self._call = load("few").moemesh_few_gate
+        self._call.restype = None
+        self._call.argtypes = (_POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER)
+
+    def __call__(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``h [n, hidden]`` fp32 -> ``h`` normed, experts ``[n, top_k]`` int32 and their weights
+        ``[n, top_k]``, best first.
+        """
+        assert h.is_contiguous(), "C reads it as it lies"
+        tokens = h.shape[0]
+        x = torch.empty(h.shape)
+        experts = torch.empty((tokens, self._top_k), dtype=torch.int32)
+        weights = torch.empty((tokens, self._top_k))
+        self._call(
+            self._address,
+            h.data_ptr(),
+            tokens,
+            x.data_ptr(),
+            experts.data_ptr(),
+            weights.data_ptr(),
+        )
+        return x, experts, weights
 
 
 class _Latent(ctypes.Structure):

@@ -67,10 +67,10 @@ class _Gate(ctypes.Structure):
 
 class GateKernel:
     """``logits [n, at least num_experts] fp32`` -> experts ``[n, top_k]`` int32, best first, and
-    weights ``[n, top_k]`` fp32. One thread at a time.
+    weights ``[n, top_k]`` fp32. One thread at a time. ``address`` is C's ``Gate``.
     """
 
-    __slots__ = ("_address", "_call", "_held", "_top_k")
+    __slots__ = ("_call", "_held", "address", "top_k")
 
     def __init__(self, rule: GateRule, bias: torch.Tensor | None) -> None:
         """``bias``: ``[num_experts]`` or None."""
@@ -96,8 +96,8 @@ class GateKernel:
             groups.ctypes.data,
         )
         self._held = (gate, floats, groups)
-        self._address = ctypes.addressof(gate)
-        self._top_k = rule.top_k
+        self.address = ctypes.addressof(gate)
+        self.top_k = rule.top_k
         self._call = load("gate").moemesh_gate
         self._call.restype = None
         pointer, number = ctypes.c_void_p, ctypes.c_int32
@@ -105,10 +105,10 @@ class GateKernel:
 
     def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows, stride = logits.shape
-        experts = torch.empty((rows, self._top_k), dtype=torch.int32)
-        weights = torch.empty((rows, self._top_k))
+        experts = torch.empty((rows, self.top_k), dtype=torch.int32)
+        weights = torch.empty((rows, self.top_k))
         self._call(
-            self._address,
+            self.address,
             logits.data_ptr(),
             rows,
             stride,

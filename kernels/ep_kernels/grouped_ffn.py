@@ -127,7 +127,7 @@ class ExpertBank(Slots):
         whole_lines = hidden % _LINE_VALUES == 0 and intermediate % _LINE_VALUES == 0
         self._small = is_dispatch_bound(2 * intermediate, hidden) and (whole_lines or not exact)
         self._experts: list[ExpertWeights | None] = [None] * num_slots
-        self._few = FewFfn(hidden, intermediate, num_slots)
+        self._few = FewFfn(hidden, intermediate, self.holds, _FEW)
 
     @property
     def num_slots(self) -> int:
@@ -225,9 +225,14 @@ class ExpertBank(Slots):
         """
         holds = self.resized(num_slots)
         stay = min(num_slots, self.num_slots)
-        self._few.resize(num_slots)
+        self._few.resize(holds)
         self._experts = self._experts[:stay] + [None] * (num_slots - stay)
         self.holds = holds
+
+    @property
+    def few(self) -> FewFfn | None:
+        """What runs few pairs as one call into C, if this bank's experts are of that kind."""
+        return self._few if self._small and not self.exact else None
 
     def run(
         self,

@@ -6,18 +6,22 @@ slot; the expert worker answers into the reply area of the same slot. Back ends 
 ``RouterPlane`` and ``ExpertPlane``; nothing else knows how bytes travel.
 
 Terms: a *pair* is one (token, expert) assignment. ``pair_token`` indexes the part's own rows.
-Every pair names the local slot and the logical expert; the expert worker checks both.
+Every pair names the local slot and the logical expert; the expert worker checks both. What is made
+for every message is not frozen, which would cost more than all its checks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+if TYPE_CHECKING:
+    from ep_kernels.few import FewBanks, Served
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -78,27 +82,75 @@ class LaneShape:
         return self.capacity_tokens * self.top_k
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one message carries to one expert rank.
+class PairBlock:
+    """The arrays of one message, one behind another in ``data``: ``rows`` ``[num_tokens]`` of the
+    batch, in what order they are sent; then of each pair its row among these, the slot at the rank,
+    the logical expert and the weight, ``[num_pairs]`` each. More may follow. ``address`` is that of
+    ``data``, for C.
+    """
 
-    ``x`` is ``[batch tokens, hidden]`` fp32; ``rows`` ``[n]`` picks the tokens to send (copied
-    straight into the lane). The four pair arrays have equal length; ``pair_token`` counts within
-    ``rows``. ``pair_weight`` is the gate's weight (applied by the expert worker unless exact).
+    __slots__ = ("address", "data", "num_pairs", "num_tokens")
+
+    def __init__(self, data: IntArray, num_tokens: int, num_pairs: int, address: int) -> None:
+        self.data = data
+        self.num_tokens = num_tokens
+        self.num_pairs = num_pairs
+        self.address = address
+
+    @classmethod
+    def of(
+        cls,
+        rows: IntArray,
+        pair_token: IntArray,
+        pair_slot: IntArray,
+        pair_expert: IntArray,
+        pair_weight: FloatArray,
+    ) -> PairBlock:
+        """From arrays that lie apart."""
+        arrays = (rows, pair_token, pair_slot, pair_expert, pair_weight.view(np.int32))
+        data = np.concatenate(arrays, dtype=np.int32)
+        return cls(data, rows.size, pair_token.size, data.ctypes.data)
+
+    def _pairs(self, index: int) -> IntArray:
+        first = self.num_tokens + index * self.num_pairs
+        return self.data[first : first + self.num_pairs]
+
+    @property
+    def rows(self) -> IntArray:
+        return self.data[: self.num_tokens]
+
+    @property
+    def pair_token(self) -> IntArray:
+        return self._pairs(0)
+
+    @property
+    def pair_slot(self) -> IntArray:
+        return self._pairs(1)
+
+    @property
+    def pair_expert(self) -> IntArray:
+        return self._pairs(2)
+
+    @property
+    def pair_weight(self) -> FloatArray:
+        return self._pairs(3).view(np.float32)
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """What one message carries to one expert rank: tokens of ``x`` ``[batch tokens, hidden]`` fp32,
+    which are copied straight into the lane, and their pairs. The gate's weights are applied by the
+    expert worker unless the lane is exact.
     """
 
     step: int
     layer: int
     epoch: int
     x: torch.Tensor
-    rows: torch.Tensor
-    pair_token: IntArray
-    pair_slot: IntArray
-    pair_expert: IntArray
-    pair_weight: FloatArray
+    block: PairBlock
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Answer:
     """A completed part. ``out`` is a view into the lane, valid until ``RouterPlane.release``:
     ``[n tokens, hidden]`` partial sums, or ``[pairs, hidden]`` unweighted rows when exact."""
@@ -157,7 +209,7 @@ class RouterPlane(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Arrival:
     """A part as the expert worker sees it: views into the lane, valid until answered.
 
@@ -186,6 +238,10 @@ class ExpertPlane(Protocol):
 
     corrupt_lanes: int
     """Lanes dropped because the peer wrote nonsense, since start."""
+
+    def serve(self, banks: FewBanks) -> Served | None:
+        """Read, compute and answer the part that has arrived, if it is the only one and ``banks``
+        can; None if not, and then nothing was touched."""
 
     def poll(self) -> list[Arrival]:
         """Parts that have arrived since the last call, each once, oldest first. Never blocks."""

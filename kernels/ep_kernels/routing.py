@@ -27,12 +27,13 @@ import numpy.typing as npt
 import torch
 
 from ep_kernels.native_library import load
-from ep_kernels.plane import FloatArray, IntArray
+from ep_kernels.plane import IntArray, PairBlock
 
 Choice = Literal["water-fill", "even", "least-loaded"]
 _CHOICES: Final[tuple[Choice, ...]] = ("water-fill", "even", "least-loaded")
 
 _MESSAGE_INTS: Final = 5
+_BLOCK_INTS: Final = 6  # a pair, at most
 _BAD_EXPERT: Final = -1
 
 
@@ -59,20 +60,17 @@ class Counts:
         self.decodes = np.zeros((num_layers, num_experts), dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Message:
-    """What one rank gets of a micro-batch: each token once, with its pairs in order."""
+    """What one rank gets of a micro-batch: each token once, ascending, with its pairs in order."""
 
     rank: int
-    rows: IntArray
-    """Tokens of the micro-batch, ascending."""
-    pair_token: IntArray
-    """Row of each pair within ``rows``."""
-    pair_slot: IntArray
-    pair_expert: IntArray
-    pair_weight: FloatArray
-    pairs: IntArray
-    """Which of the micro-batch's pairs these are, ascending."""
+    block: PairBlock
+
+    @property
+    def pairs(self) -> IntArray:
+        """Which of the micro-batch's pairs these are, ascending."""
+        return self.block.data[self.block.num_tokens + 4 * self.block.num_pairs :]
 
 
 class _Table(ctypes.Structure):
@@ -189,6 +187,8 @@ class PairRouter:
         count = ids.numel() if pairs is None else pairs.size
         if count > self._room:
             self._make_room(count)
+        blocks = np.empty(_BLOCK_INTS * count, dtype=np.int32)  # the messages' own from now on
+        address = self._table.block = blocks.ctypes.data
         messages = self._call(
             self._table_address,
             self._layer_addresses[layer],
@@ -209,18 +209,8 @@ class PairRouter:
         heads = self._message[: _MESSAGE_INTS * messages].tolist()
         for at in range(0, len(heads), _MESSAGE_INTS):
             rank, begin, rows, number, _ = heads[at : at + _MESSAGE_INTS]
-            block = self._block[begin : begin + rows + 5 * number].copy()
-            out.append(
-                Message(
-                    rank,
-                    block[:rows],
-                    block[rows : rows + number],
-                    block[rows + number : rows + 2 * number],
-                    block[rows + 2 * number : rows + 3 * number],
-                    block[rows + 3 * number : rows + 4 * number].view(np.float32),
-                    block[rows + 4 * number :],
-                )
-            )
+            data = blocks[begin : begin + rows + 5 * number]
+            out.append(Message(rank, PairBlock(data, rows, number, address + 4 * begin)))
         lost = self._num_nowhere.value
         return out, self._nowhere[:lost].copy() if lost else None
 
@@ -228,8 +218,8 @@ class PairRouter:
         self._room = 1 << (pairs - 1).bit_length()
         room = self._room
         self._give(np.int32, pair_token=room, pair_place=room, pair_row=room, later=room)
-        self._message, self._block, self._nowhere = self._give(
-            np.int32, message=_MESSAGE_INTS * room, block=6 * room, nowhere=room
+        self._message, self._nowhere = self._give(
+            np.int32, message=_MESSAGE_INTS * room, nowhere=room
         )
 
     def _give(self, dtype: type[np.generic], **sizes: int) -> list[npt.NDArray[Any]]:

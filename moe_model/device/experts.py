@@ -6,7 +6,6 @@ layer: lanes lie in host memory. The experts' sums go up without a wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from time import perf_counter_ns
 
 import torch
@@ -14,6 +13,7 @@ from ep_kernels.triton.device import Device, Stream
 from ep_kernels.triton.transfer import download, upload
 
 from moe_model.experts import ExpertClient, Ticket
+from moe_model.forward import Computed
 
 
 class HostExperts:
@@ -26,7 +26,7 @@ class HostExperts:
         experts: ExpertClient,
         device: Device,
         stream: Stream,
-        computed: Callable[[int, int], None],
+        computed: Computed,
     ) -> None:
         self._experts = experts
         self._device = device
@@ -38,7 +38,7 @@ class HostExperts:
     ) -> Ticket:
         began = perf_counter_ns()
         rows = download(self._device, self._stream, x, topk_ids, topk_weights)
-        self._computed(layer, perf_counter_ns() - began)
+        self._computed(layer, began, perf_counter_ns())
         return _Upward(self._experts.dispatch(layer, *rows), self._device)
 
 

@@ -23,9 +23,9 @@ from moe_model.device.decode import Frame, Frames, Work, fits
 from moe_model.device.experts import HostExperts
 from moe_model.device.plan import DevicePlan, index_step, plan_on_device
 from moe_model.experts import ExpertClient
-from moe_model.forward import MakeClient
+from moe_model.forward import Computed, MakeClient
 from moe_model.gate import gate_rule
-from moe_model.kv_cache import row_stride
+from moe_model.kv_size import row_stride
 from moe_model.model import FFN_PARTS, Reader
 from moe_model.plan import Chunk
 from moe_model.rope import Rope
@@ -141,7 +141,7 @@ class DeviceModel:
         self._frame: Frame | None = None
         """Of the micro-batch whose layer is being computed; None if it has none."""
 
-    def clients(self, make: MakeClient, computed: Callable[[int, int], None]) -> MakeClient:
+    def clients(self, make: MakeClient, computed: Computed) -> MakeClient:
         """Clients that take and give rows on the device, over those that ``make`` makes."""
 
         def clients(decodes: bytes) -> ExpertClient:
@@ -204,17 +204,12 @@ class DeviceModel:
         index = plan if loan is None else loan.frame.plan
         return self._run("attend", layer, lambda h: self._attend(layer, h, index, kv_rows), h)[0]
 
-    def ffn_input(self, layer: int, h: torch.Tensor) -> torch.Tensor:
-        return self._run("ffn_input", layer, lambda h: self._ffn_input(layer, h), h)[0]
-
     def dense(self, layer: int, h: torch.Tensor) -> torch.Tensor:
         return self._run("dense", layer, lambda h: self._dense(layer, h), h)[0]
 
-    def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        chosen = self._layers[layer].gate
-        assert chosen is not None
-        experts, weights = self._run("route", layer, chosen, x)
-        return experts, weights
+    def gate(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x, experts, weights = self._run("gate", layer, lambda h: self._gate(layer, h), h)
+        return x, experts, weights
 
     def shared(self, layer: int, x: torch.Tensor) -> torch.Tensor | None:
         shared = self._layers[layer].shared
@@ -239,14 +234,16 @@ class DeviceModel:
         x = rms_norm(h, parts.attention_norm, self.spec.norm_eps).to(self._dtype)
         return (h + parts.attention(x, plan, cache),)
 
-    def _ffn_input(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor]:
-        return (rms_norm(h, self._layers[layer].ffn_norm, self.spec.norm_eps),)
+    def _gate(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts = self._layers[layer]
+        assert parts.gate is not None
+        x = rms_norm(h, parts.ffn_norm, self.spec.norm_eps)
+        return x, *parts.gate(x)
 
     def _dense(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor]:
-        dense = self._layers[layer].dense
-        assert dense is not None
-        (x,) = self._ffn_input(layer, h)
-        return (dense(x).add_(h),)
+        parts = self._layers[layer]
+        assert parts.dense is not None
+        return (parts.dense(rms_norm(h, parts.ffn_norm, self.spec.norm_eps)).add_(h),)
 
     def logits(self, h_rows: torch.Tensor) -> torch.Tensor:
         """``[rows, vocab]`` fp32 on the host, where tokens are drawn."""
@@ -265,9 +262,10 @@ class DeviceModel:
         for done, layer in enumerate(layers):
             self._progress(_LOADED + (1 - _LOADED) * done / steps)
             self.attend(layer, h, plan, kv)
-            x = self.ffn_input(layer, h)
             if layer in self.spec.moe_layers:
-                self.route(layer, x)
+                self.gate(layer, h)
+            else:
+                self.dense(layer, h)
         rows = self._layers[0].attention.rows(kv.block_size)
         heads = self.spec.attention.num_heads
         q = torch.zeros(1, heads, rows.key_dim, dtype=self._dtype, device=self._device.place)

@@ -21,7 +21,7 @@ import structlog
 import torch
 import uvloop
 from ep_kernels.grouped_ffn import reference_rows, reference_sum
-from ep_kernels.plane import AnswerStatus, LaneShape, Part
+from ep_kernels.plane import AnswerStatus, LaneShape, PairBlock, Part
 from ep_kernels.shm.router import ShmRouterPlane
 
 from mesh.links import Net
@@ -190,17 +190,14 @@ class Router:
         built = {}
         for rank, of_rank in pairs.items():
             tokens = sorted({token for token, *_ in of_rank})
-            part = Part(
-                step=seed,
-                layer=layer,
-                epoch=placement.epoch,
-                x=x,
-                rows=torch.tensor(tokens),
-                pair_token=np.array([tokens.index(p[0]) for p in of_rank], dtype=np.int32),
-                pair_slot=np.array([p[1] for p in of_rank], dtype=np.int32),
-                pair_expert=np.array([p[2] for p in of_rank], dtype=np.int32),
-                pair_weight=np.array([p[3] for p in of_rank], dtype=np.float32),
+            block = PairBlock.of(
+                np.array(tokens, dtype=np.int32),
+                np.array([tokens.index(p[0]) for p in of_rank], dtype=np.int32),
+                np.array([p[1] for p in of_rank], dtype=np.int32),
+                np.array([p[2] for p in of_rank], dtype=np.int32),
+                np.array([p[3] for p in of_rank], dtype=np.float32),
             )
+            part = Part(seed, layer, placement.epoch, x, block)
             built[placement.ranks[rank]] = (part, tokens)
         return built
 
@@ -241,12 +238,12 @@ class Router:
 
     def _compare(self, part: Part, x: torch.Tensor, layer: int, out: torch.Tensor) -> None:
         # Each pair gets an expert of its own in the reference, so that slots play no part in it.
-        held = [self._expert(layer, expert) for expert in part.pair_expert.tolist()]
+        held = [self._expert(layer, expert) for expert in part.block.pair_expert.tolist()]
         own = np.arange(len(held), dtype=np.int32)
         if self.exact:
-            want = reference_rows(x, part.pair_token, held, own)
+            want = reference_rows(x, part.block.pair_token, held, own)
         else:
-            want = reference_sum(x, part.pair_token, held, own, part.pair_weight)
+            want = reference_sum(x, part.block.pair_token, held, own, part.block.pair_weight)
         torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
 
     def _expert(self, layer: int, expert: int) -> Any:
@@ -302,7 +299,7 @@ def test_a_pair_that_names_the_wrong_expert_is_stale_and_harms_nobody(
     layer = SPEC.moe_layers[0]
     parts = router.parts(placement, layer, torch.randn(3, SPEC.hidden_size), seed=1)
     for peer, (part, _) in parts.items():
-        part.pair_expert[0] = (part.pair_expert[0] + 1) % SPEC.num_experts
+        part.block.pair_expert[0] = (part.block.pair_expert[0] + 1) % SPEC.num_experts
         assert router.answer_to(peer, part) == AnswerStatus.STALE
     router.check(placement, layer, 3)
 

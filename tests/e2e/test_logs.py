@@ -5,8 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import selectors
+import signal
 import subprocess
+import sys
+import time
 import urllib.request
+from pathlib import Path
 
 from tests.support.meshes import MOEMESH, Mesh
 
@@ -40,7 +44,12 @@ def test_a_request_is_followed_through_every_process_in_order(demo_mesh: Mesh) -
     assert found[1]["tokens"] == 3
     assert found[2]["request"] == answer_id
     assert events(demo_mesh, answer_id) == found
-    assert events(demo_mesh, "followed-2") == []
+    done = subprocess.run(
+        [MOEMESH, "logs", "--request", "followed-2", "--set", f"mesh.run_dir={demo_mesh.run_dir}"],
+        check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no line of a request 'followed-2'" in " ".join(done.stderr.split())
 
 
 def test_all_processes_are_one_log_by_time(demo_mesh: Mesh) -> None:
@@ -79,7 +88,29 @@ def _line(follower: subprocess.Popen[str]) -> str:
         return follower.stdout.readline() if ready.select(2.0) else ""
 
 
-def test_a_mesh_that_is_not_there_has_no_logs(tmp_path) -> None:
+def test_services_that_were_started_by_themselves_say_where_they_log(tmp_path: Path) -> None:
+    log = tmp_path / "planner's own.log"
+    where = ["--set", f"mesh.run_dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "planner_svc", *where]
+    with log.open("wb") as out, subprocess.Popen(command, stderr=out) as planner:
+        try:
+            deadline = time.monotonic() + 60
+            while b"service.ready" not in log.read_bytes():
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.05)
+            done = subprocess.run(
+                [MOEMESH, "logs", *where], check=False, capture_output=True, text=True, timeout=60
+            )
+            assert done.returncode == 1
+            said = " ".join(done.stderr.split())
+            assert f"planner (pid {planner.pid}): {log}" in said
+        finally:
+            planner.send_signal(signal.SIGINT)
+            planner.wait(30)
+    assert not list((tmp_path / "run").iterdir())  # what it made goes with it
+
+
+def test_a_mesh_that_is_not_there_has_no_logs(tmp_path: Path) -> None:
     done = subprocess.run(
         [MOEMESH, "logs", "--set", f"mesh.run_dir={tmp_path / 'none'}"],
         check=False, capture_output=True, text=True, timeout=60,

@@ -85,8 +85,9 @@ def test_grouped_query_attention_with_preemption_and_prefix_cache(checkpoints: P
     path = variant("mixtral", checkpoints)
     oracle = Oracle(path)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    cases = prompts(380, [300, 130, 20, 1])
-    # One sequence of full length, and less than all of them together: 2 layers, 1 of 2 key heads.
+    cases = prompts(380, [300, 130, 20, 1, 200, 110, 90])
+    # One sequence of full length: all prompts fit, but not what they are continued by. 2 layers, 1
+    # of 2 key heads.
     block_bytes = 4 * 2 * 16 * 2 * 16
     with Mesh(
         path,
@@ -94,9 +95,9 @@ def test_grouped_query_attention_with_preemption_and_prefix_cache(checkpoints: P
         router__tp=2,
         router__max_step_tokens=96,
         router__max_running=8,
-        router__kv_cache_bytes=block_bytes * 32,
+        router__kv_cache_bytes=block_bytes * 64,
     ) as mesh:
-        asked = [*cases, *cases]
+        asked = [*cases, cases[0]]
         with ThreadPoolExecutor(len(asked)) as pool:
             together = list(pool.map(lambda prompt: complete(mesh, prompt), asked))
         for prompt, choice in zip(asked, together, strict=True):

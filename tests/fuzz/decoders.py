@@ -21,7 +21,7 @@ from ep_kernels.bundle import BundleError, open_bundle, pack_bundle
 from ep_kernels.grouped_ffn import ExpertBank
 from ep_kernels.plane import LaneShape, PlaneError
 from ep_kernels.shm import handshake
-from ep_kernels.shm.lane import CorruptLaneError, RingSlot, check_request
+from ep_kernels.shm.lane import CorruptLaneError, RingSlot, read_request
 from ep_kernels.shm.layout import lay_out
 from ep_kernels.tcp import handshake as tcp_handshake
 
@@ -112,7 +112,7 @@ def _lane_slot(data: bytes) -> object:
     body = data[: _LANE.slot_bytes]
     memory[_LANE.slots : _LANE.slots + len(body)] = body
     slot = RingSlot(memory, _LANE, 0)  # type: ignore[arg-type]  # any writable buffer will do
-    check_request(slot.read_request(), 1, _LANE, slot)
+    read_request(slot, 1, _LANE.shape)
     return slot.read_answer(1, 1)
 
 

@@ -20,7 +20,7 @@ from collections import deque
 
 import numpy as np
 import torch
-from ep_kernels.plane import AnswerStatus, Arrival, LaneShape, Part
+from ep_kernels.plane import AnswerStatus, Arrival, LaneShape, PairBlock, Part
 from ep_kernels.shm import ShmExpertPlane
 from ep_kernels.tcp import TcpExpertPlane, TcpRouterPlane
 
@@ -39,24 +39,23 @@ def make_part(rng: random.Random, tokens: int, step: int) -> Part:
     slot = numbers.integers(0, 30, token.size)
     if token.size and rng.random() < 0.1:
         slot[-1] = STALE_SLOT
-    return Part(
-        step=step,
-        layer=rng.randrange(8),
-        epoch=1,
-        x=torch.from_numpy(numbers.standard_normal((batch, HIDDEN)).astype(np.float32)),
-        rows=torch.from_numpy(numbers.permutation(batch)[:tokens]),
-        pair_token=token.astype(np.int32),
-        pair_slot=slot.astype(np.int32),
-        pair_expert=numbers.integers(0, 1000, token.size).astype(np.int32),
-        pair_weight=numbers.random(token.size).astype(np.float32),
+    x = torch.from_numpy(numbers.standard_normal((batch, HIDDEN)).astype(np.float32))
+    layer = rng.randrange(8)
+    block = PairBlock.of(
+        numbers.permutation(batch)[:tokens].astype(np.int32),
+        token.astype(np.int32),
+        slot.astype(np.int32),
+        numbers.integers(0, 1000, token.size).astype(np.int32),
+        numbers.random(token.size).astype(np.float32),
     )
+    return Part(step, layer, 1, x, block)
 
 
 def part_of(tokens: int, step: int = 0) -> Part:
     """A part with pairs (if it has tokens) that an expert worker answers with OK."""
     rng = random.Random(tokens)
     part = make_part(rng, tokens, step)
-    while expected(part, exact=False) is None or (tokens and not part.pair_token.size):
+    while expected(part, exact=False) is None or (tokens and not part.block.num_pairs):
         part = make_part(rng, tokens, step)
     return part
 
@@ -88,10 +87,11 @@ def serve(arrival: Arrival) -> AnswerStatus:
 
 def expected(part: Part, exact: bool) -> torch.Tensor | None:
     """None where the answer is stale."""
-    if (part.pair_slot == STALE_SLOT).any():
+    block = part.block
+    if (block.pair_slot == STALE_SLOT).any():
         return None
-    x = part.x[part.rows]
-    return compute(x, part.pair_token, part.pair_expert, part.pair_weight, exact)
+    x = part.x[torch.from_numpy(block.rows)]
+    return compute(x, block.pair_token, block.pair_expert, block.pair_weight, exact)
 
 
 def new_expert(

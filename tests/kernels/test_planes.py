@@ -9,9 +9,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from ep_kernels.plane import AnswerStatus, LaneLost, LaneRefused, PlaneError
+from ep_kernels.plane import AnswerStatus, LaneLost, LaneRefused, PairBlock, PlaneError
 from lane_peer import CAPACITY, DIGEST, HIDDEN, RING, expected, part_of, serve
 from plane_pair import DEADLINE_S, SHAPE, Pair
 
@@ -40,10 +41,11 @@ def test_a_part_arrives_as_sent_and_its_answer_comes_back(tmp_path, kind, tokens
     assert (arrival.peer, arrival.exact) == ("r0", exact)
     assert (arrival.step, arrival.layer, arrival.epoch) == (4, 2, 9)
     assert arrival.x.dtype is wire
-    assert torch.equal(arrival.x, part.x[part.rows].to(wire))
+    block = part.block
+    assert torch.equal(arrival.x, part.x[torch.from_numpy(block.rows)].to(wire))
     for name in ("pair_token", "pair_slot", "pair_expert", "pair_weight"):
-        assert getattr(arrival, name).tolist() == getattr(part, name).tolist()
-    rows = part.pair_token.size if exact else tokens
+        assert getattr(arrival, name).tolist() == getattr(block, name).tolist()
+    rows = block.num_pairs if exact else tokens
     assert tuple(arrival.out.shape) == (rows, HIDDEN)
     arrival.out.copy_(torch.arange(rows * HIDDEN).view(rows, HIDDEN))
     pair.expert.answer(arrival, AnswerStatus.OK, 7, 123)
@@ -111,7 +113,10 @@ def test_a_stale_answer_carries_its_status(pair):
 
 def test_a_part_beyond_the_capacity_is_refused_before_anything_is_sent(pair):
     part = part_of(3)
-    big = replace(part, rows=torch.zeros(CAPACITY + 1, dtype=torch.int64))
+    none = np.zeros(0, dtype=np.int32)
+    rows = np.zeros(CAPACITY + 1, dtype=np.int32)
+    many = PairBlock.of(rows, none, none, none, none.view(np.float32))
+    big = replace(part, block=many)
     with pytest.raises(PlaneError, match=rf"{CAPACITY + 1} tokens .* {CAPACITY} tokens"):
         pair.router.try_send("e0", big)
     assert pair.router.in_flight() == 0

@@ -172,7 +172,7 @@ def test_a_tokens_pairs_go_to_ranks_that_it_is_sent_to_anyway() -> None:
     homes = [[(0, 0)], [(1, 0)], [(0, 1), (1, 1)]]
     ids = torch.tensor([[0, 2], [1, 2]] * 8, dtype=torch.int32)
     messages, _ = send(router(homes, ranks=2), ids)
-    assert [message.rows.size for message in messages] == [8, 8]
+    assert [message.block.rows.size for message in messages] == [8, 8]
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 7, 40, 300])
@@ -191,15 +191,16 @@ def test_every_pair_is_in_one_message_at_a_place_of_its_expert(tokens, capacity,
         assert {int(ids.reshape(-1)[pair]) for pair in seen} <= {3, 11}
         on_rank: dict[int, list[int]] = defaultdict(list)
         for message in messages:
-            assert 0 < message.rows.size <= capacity
-            assert (message.rows[message.pair_token] == message.pairs // 4).all()
-            assert set(message.pair_token.tolist()) == set(range(message.rows.size))
+            block = message.block
+            assert 0 < block.rows.size <= capacity
+            assert (block.rows[block.pair_token] == message.pairs // 4).all()
+            assert set(block.pair_token.tolist()) == set(range(block.rows.size))
             assert (np.diff(message.pairs) > 0).all()
-            assert message.pair_expert.tolist() == ids.reshape(-1)[message.pairs].tolist()
-            assert message.pair_weight.tolist() == weights.reshape(-1)[message.pairs].tolist()
-            for expert, slot in zip(message.pair_expert, message.pair_slot, strict=True):
+            assert block.pair_expert.tolist() == ids.reshape(-1)[message.pairs].tolist()
+            assert block.pair_weight.tolist() == weights.reshape(-1)[message.pairs].tolist()
+            for expert, slot in zip(block.pair_expert, block.pair_slot, strict=True):
                 assert (message.rank, slot) in homes[expert]
-            on_rank[message.rank] += message.rows.tolist()
+            on_rank[message.rank] += block.rows.tolist()
             seen += message.pairs.tolist()
         assert sorted(seen) == asked.tolist()
         for rows in on_rank.values():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from ep_kernels.plane import AnswerStatus, LaneLost, LaneShape, PlaneError
 from ep_kernels.shm import ShmExpertPlane, ShmRouterPlane, handshake, memory
-from ep_kernels.shm.doorbell import BELL_BYTES, Fence
+from ep_kernels.shm.doorbell import BELL_BYTES
 from ep_kernels.shm.layout import lay_out
 from lane_peer import CAPACITY, DIGEST, HIDDEN, RING, TOP_K, part_of
 from plane_pair import DEADLINE_S, SHAPE, Pair
@@ -259,8 +259,3 @@ def test_silent_connections_do_not_keep_a_router_out(pair):
     router.close()
     for connection in silent:
         connection.close()
-
-
-def test_the_fence_of_weakly_ordered_machines_can_be_called():
-    fence = Fence()
-    fence()

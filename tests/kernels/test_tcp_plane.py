@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from struct import Struct
 
+import numpy as np
 import pytest
 import torch
 from ep_kernels.plane import (
@@ -19,6 +20,7 @@ from ep_kernels.plane import (
     LanePending,
     LaneRefused,
     LaneShape,
+    PairBlock,
     PlaneError,
 )
 from ep_kernels.shm.handshake import Offer, Reply, decode, encode
@@ -325,7 +327,9 @@ def test_messages_larger_than_the_systems_buffers_pass_while_others_compute():
     router = TcpRouterPlane("r0", 1, shape, DIGEST)
     router.connect("e0", f"tcp://127.0.0.1:{expert.port}#{KEY.hex()}", 5, DEADLINE_S)
     x = torch.arange(512 * 4096, dtype=torch.float32).view(512, 4096)
-    part = replace(part_of(1), x=x, rows=torch.arange(511, -1, -1))
+    rows, none = np.arange(511, -1, -1, dtype=np.int32), np.zeros(0, dtype=np.int32)
+    block = PairBlock.of(rows, none, none, none, none.view(np.float32))
+    part = replace(part_of(1), x=x, block=block)
     tickets = [router.try_send("e0", part) for _ in range(3)]
     served = 0
     deadline = time.monotonic() + DEADLINE_S

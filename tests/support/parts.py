@@ -6,6 +6,7 @@ from collections import deque
 
 import numpy as np
 import torch
+from ep_kernels.few import FewBanks
 from ep_kernels.grouped_ffn import reference_rows, reference_sum
 from ep_kernels.plane import AnswerStatus, Arrival
 
@@ -65,6 +66,9 @@ class ListPlane:
         self.woken = 0
         self.corrupt_lanes = 0
         self.worker: ComputeThread | None = None
+
+    def serve(self, banks: FewBanks) -> None:
+        """Its parts are in no lane."""
 
     def poll(self) -> list[Arrival]:
         return self.batches.popleft() if self.batches else []

@@ -1,6 +1,9 @@
 /* A few tokens against matrices that fit a core's cache: there the calls cost the time, so that a
  * whole part of a layer is one. The caller's face is ep_kernels/few.py.
  */
+#define _POSIX_C_SOURCE 199309L
+#include "gate.h"
+#include "lane.h"
 #include "rows.h"
 
 /* One version for each width of vectors, chosen as the library is loaded. */
@@ -9,7 +12,6 @@
 #else
 #define EACH_WIDTH
 #endif
-#define INLINED static inline __attribute__((always_inline))
 
 /* y [n] += x [rows] times w [rows, n]. */
 INLINED void add_rows(const float *x, const float *w, int32_t rows, int32_t n, float *restrict y) {
@@ -29,8 +31,7 @@ INLINED float dot(const float *x, const float *w, int32_t n) {
     for (; i + LANES <= n; i += LANES)
         for (int32_t j = 0; j < LANES; j++) lane[j] += x[i + j] * w[i + j];
     for (; i < n; i++) sum += x[i] * w[i];
-    for (int32_t j = 0; j < LANES; j++) sum += lane[j];
-    return sum;
+    return sum + sum_of(lane);
 }
 
 /* y [rows] = w [rows, n] times x [n]. */
@@ -38,33 +39,139 @@ INLINED void dots(const float *x, const float *w, int32_t rows, int32_t n, float
     for (int32_t i = 0; i < rows; i++, w += n) y[i] = dot(x, w, n);
 }
 
+/* Experts in slots: of each gate and up [hidden, 2 inner], and down [inner, hidden]; NULL where a
+ * slot is empty. */
 typedef struct {
     int32_t hidden, inner;
-    float *scratch; /* [2 inner] */
+    float *scratch;             /* [2 inner] */
+    const float *const *expert; /* [slots][2] */
+    const int32_t *holds;       /* [slots] which expert it is */
+    int32_t slots, most_pairs;
 } few_ffn;
 
-/* The SwiGLU FFN of x [tokens, hidden] over experts in slots, weighted and added up by token ->
- * out [tokens, hidden]. expert [slots][2]: gate and up [hidden, 2 inner], and down [inner, hidden];
- * NULL where a slot is empty. Returns the first pair whose slot is empty or out of range, -1 if
- * none. */
-EACH_WIDTH int32_t moemesh_few_ffn(const few_ffn *is, const float *const *expert, int32_t slots,
-                        const float *x, int32_t tokens, const int32_t *pair_token,
-                        const int32_t *pair_slot, const float *pair_weight, int32_t pairs,
-                        float *out) {
+/* out [hidden] += the SwiGLU FFN of x [hidden] by one expert, weighted. */
+INLINED void add_ffn(const few_ffn *is, const float *const *expert, const float *x, float weight,
+                     float *out) {
     int32_t hidden = is->hidden, inner = is->inner;
     float *gate = is->scratch, *up = gate + inner;
-    for (int64_t i = 0; i < (int64_t)tokens * hidden; i++) out[i] = 0.0f;
+    for (int32_t j = 0; j < 2 * inner; j++) gate[j] = 0.0f;
+    add_rows(x, expert[0], hidden, 2 * inner, gate);
+    for (int32_t j = 0; j < inner; j++) gate[j] *= weight * up[j] / (1.0f + exp_of(-gate[j]));
+    add_rows(gate, expert[1], inner, hidden, out);
+}
+
+/* The FFN of x [tokens, hidden], weighted and added up by token -> out [tokens, hidden]. Returns the
+ * first pair whose slot is empty or out of range, -1 if none. */
+EACH_WIDTH int32_t moemesh_few_ffn(const few_ffn *is, const float *x, int32_t tokens,
+                        const int32_t *pair_token, const int32_t *pair_slot,
+                        const float *pair_weight, int32_t pairs, float *out) {
+    int64_t hidden = is->hidden;
+    for (int64_t i = 0; i < tokens * hidden; i++) out[i] = 0.0f;
     for (int32_t p = 0; p < pairs; p++) {
         int32_t slot = pair_slot[p];
-        if (slot < 0 || slot >= slots || !expert[2 * slot]) return p;
-        for (int32_t j = 0; j < 2 * inner; j++) gate[j] = 0.0f;
-        add_rows(x + (int64_t)pair_token[p] * hidden, expert[2 * slot], hidden, 2 * inner, gate);
-        for (int32_t j = 0; j < inner; j++)
-            gate[j] *= pair_weight[p] * up[j] / (1.0f + expf(-gate[j]));
-        add_rows(gate, expert[2 * slot + 1], inner, hidden,
-                 out + (int64_t)pair_token[p] * hidden);
+        if (slot < 0 || slot >= is->slots || !is->expert[2 * slot]) return p;
+        add_ffn(is, is->expert + 2 * slot, x + pair_token[p] * hidden, pair_weight[p],
+                out + pair_token[p] * hidden);
     }
     return -1;
+}
+
+/* Whether every pair's slot holds the expert that the pair names. */
+static int matches(const few_ffn *is, const ring_slot *at, int64_t pairs) {
+    for (int64_t p = 0; p < pairs; p++) {
+        int32_t slot = at->pair_slot[p];
+        if (slot < 0 || slot >= is->slots || !is->expert[2 * slot] ||
+            is->holds[slot] != at->pair_expert[p])
+            return 0;
+    }
+    return 1;
+}
+
+/* What was served: lane, slot, sequence, layer, tokens, pairs, begin and duration. */
+enum { LANE, SLOT, NUMBER, OF_LAYER, OF_TOKENS, OF_PAIRS, BEGAN, TOOK };
+enum { NOTHING, SERVED, OTHERS };
+enum { OK = 1 };
+
+/* Serve the part that has come, if it is the only one and small: read, compute and publish it.
+ * banks [layers]: NULL where a layer has none that does it so. Returns SERVED and fills `told`, or
+ * NOTHING has come, or it is OTHERS that have, of which none was touched. */
+EACH_WIDTH int32_t moemesh_few_serve(const lane_end *lanes, int64_t count,
+                        const few_ffn *const *banks, int64_t layers, int64_t *told) {
+    const ring_slot *at = NULL;
+    const lane_end *end = NULL;
+    int64_t flag = 0, slot = 0, header[REQUEST_INTS];
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    for (int64_t lane = 0; lane < count; lane++)
+        for (int64_t i = 0; i < lanes[lane].count; i++) {
+            int64_t found = lane_flag(lanes[lane].slots[i]->request_flag);
+            if (found == lanes[lane].seen[i]) continue;
+            if (at) return OTHERS;
+            end = lanes + lane;
+            at = end->slots[i];
+            flag = found;
+            slot = i;
+        }
+    if (!at) return NOTHING;
+    if (!end->sums_in_slot || end->seen[slot] != end->answered[slot] ||
+        lane_request(at, flag, header) != SOUND || header[LAYER] < 0 || header[LAYER] >= layers)
+        return OTHERS;
+    const few_ffn *is = banks[header[LAYER]];
+    if (!is || header[PAIRS] > is->most_pairs || !matches(is, at, header[PAIRS])) return OTHERS;
+
+    int64_t began = lane_now(), hidden = is->hidden, tokens = header[TOKENS];
+    const float *x = at->x;
+    for (int64_t i = 0; i < tokens * hidden; i++) at->out[i] = 0.0f;
+    for (int64_t p = 0; p < header[PAIRS]; p++) {
+        int32_t in = at->pair_slot[p], token = at->pair_token[p];
+        /* A peer could write what it has sent once more. */
+        if (in < 0 || in >= is->slots || token < 0 || token >= tokens) return OTHERS;
+        add_ffn(is, is->expert + 2 * in, x + token * hidden, at->pair_weight[p],
+                at->out + token * hidden);
+    }
+    int64_t took = lane_now() - began;
+    end->seen[slot] = end->answered[slot] = flag;
+    lane_answer(at, flag, OK, began, took, tokens);
+    told[LANE] = end - lanes;
+    told[SLOT] = slot;
+    told[NUMBER] = flag;
+    told[OF_LAYER] = header[LAYER];
+    told[OF_TOKENS] = tokens;
+    told[OF_PAIRS] = header[PAIRS];
+    told[BEGAN] = began;
+    told[TOOK] = took;
+    return SERVED;
+}
+
+/* The FFN of x [tokens, hidden] by the expert in the first slot -> out [tokens, hidden]. */
+EACH_WIDTH void moemesh_few_dense(const few_ffn *is, const float *x, int32_t tokens, float *out) {
+    int64_t hidden = is->hidden;
+    for (int64_t i = 0; i < tokens * hidden; i++) out[i] = 0.0f;
+    for (int64_t t = 0; t < tokens; t++)
+        add_ffn(is, is->expert, x + t * hidden, 1.0f, out + t * hidden);
+}
+
+typedef struct {
+    const float *norm;   /* [hidden] */
+    const float *weight; /* [experts, hidden] */
+    const Gate *gate;
+    float *logits; /* [experts] scratch */
+    float epsilon;
+    int32_t hidden;
+} few_gate;
+
+/* h [tokens, hidden] -> x [tokens, hidden], h normed, and the gate's experts and weights [tokens,
+ * top_k] for it. */
+EACH_WIDTH void moemesh_few_gate(const few_gate *is, const float *h, int32_t tokens, float *x,
+                        int32_t *experts, float *weights) {
+    for (int32_t t = 0; t < tokens; t++) {
+        rms_norm_row(h, is->norm, is->epsilon, is->hidden, x);
+        dots(x, is->weight, is->gate->num_experts, is->hidden, is->logits);
+        gate_row(is->gate, is->logits, experts, weights);
+        h += is->hidden;
+        x += is->hidden;
+        experts += is->gate->top_k;
+        weights += is->gate->top_k;
+    }
 }
 
 typedef struct {
@@ -109,7 +216,8 @@ EACH_WIDTH void moemesh_few_latent(const few_latent *is, const float *h, const f
             score[t] = dot(query + head * width, cache + t * stride, width);
             most = score[t] > most ? score[t] : most;
         }
-        for (int32_t t = 0; t < keys; t++) sum += score[t] = expf(score[t] - most);
+        for (int32_t t = 0; t < keys; t++) score[t] = exp_of(score[t] - most);
+        for (int32_t t = 0; t < keys; t++) sum += score[t];
         float *value = found + head * latent;
         for (int32_t j = 0; j < latent; j++) value[j] = 0.0f;
         for (int32_t t = 0; t < keys; t++) {

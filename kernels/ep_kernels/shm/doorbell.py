@@ -43,7 +43,6 @@ _FUTEX_WAIT: Final = 0
 _FUTEX_WAKE: Final = 1
 _EVERY_WAITER: Final = 2**31 - 1
 
-_TOTAL_STORE_ORDER: Final = platform.machine() in ("x86_64", "AMD64")
 _LONGEST_SLEEP_S: Final = 3600.0
 
 SPIN_NS: Final = 30_000
@@ -82,27 +81,6 @@ def _futex_number() -> int:
             f"the shm plane does not know the futex system call of {platform.machine()}, only of "
             f"{', '.join(sorted(_FUTEX_NUMBERS))}"
         ) from None
-
-
-class Fence:
-    """Orders the memory accesses before a call against those after it, as other cores see them.
-
-    x86 keeps stores in order and loads in order by itself. Elsewhere a FUTEX_WAKE on a word that
-    nobody waits for serves: the kernel issues a full barrier before it looks for waiters.
-    """
-
-    def __init__(self) -> None:
-        self._number = _futex_number()
-        self._word = ctypes.c_uint32(0)
-        self._address = ctypes.addressof(self._word)
-
-    def __call__(self) -> None:
-        _wake_call(self._number, self._address, _FUTEX_WAKE, 0, None)
-
-
-def make_fence() -> Fence | None:
-    """The fence this machine needs between payload and flag; None where stores stay in order."""
-    return None if _TOTAL_STORE_ORDER else Fence()
 
 
 class _Word:

@@ -15,11 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
+import torch
+
+from ep_kernels.few import FewBanks, Served
 from ep_kernels.plane import AnswerStatus, Arrival, PlaneError
 from ep_kernels.shm import handshake, memory
-from ep_kernels.shm.doorbell import MAX_SENDERS, SPIN_NS, Bell, Doorbell, Signal, make_fence
+from ep_kernels.shm.doorbell import MAX_SENDERS, SPIN_NS, Bell, Doorbell, Signal
 from ep_kernels.shm.handshake import Offer, Reply
-from ep_kernels.shm.lane import CorruptLaneError, LaneMemory, Request, check_request
+from ep_kernels.shm.lane import LaneEnds, LaneMemory, Request
 from ep_kernels.shm.layout import LaneLayout
 from ep_kernels.shm.watcher import Watcher, is_closed
 
@@ -40,6 +44,7 @@ class ExpertLane:
     """
 
     __slots__ = (
+        "answered",
         "bell",
         "close",
         "connection",
@@ -68,8 +73,10 @@ class ExpertLane:
         self.memory = lane_memory
         self.bell = bell
         self.close = close
-        self.seen = [0] * offer.ring_slots
+        self.seen = np.zeros(offer.ring_slots, dtype=np.int64)
         """Newest request flag read from each ring slot."""
+        self.answered = np.zeros(offer.ring_slots, dtype=np.int64)
+        """Of these the newest that was answered."""
         self.pending: dict[int, Arrival] = {}
         """Arrivals not answered yet, by ring slot."""
 
@@ -112,12 +119,13 @@ class ShmExpertPlane:
         self._path = path
         self._listener = _listen(path) if path else None
         self._inode = Path(path).stat().st_ino if path else 0
-        self._fence = make_fence()
         self._doorbell = Doorbell("moemesh-expert-bell", spin_ns=spin_ns)
         self._seen = self._doorbell.value()
         self._woken = False
         self._lock = threading.Lock()  # guards changes of the lane table
-        self._lanes: dict[int, ExpertLane] = {}  # replaced, never changed: readers take no lock
+        # Both are replaced, never changed: readers take no lock.
+        self._lanes: dict[int, ExpertLane] = {}
+        self._ends: tuple[LaneEnds, tuple[ExpertLane, ...]] = (LaneEnds(), ())
         self._lane_ids = itertools.count(1)
         self._silent: dict[socket.socket, None] = {}
         self._newest_incarnation: dict[str, int] = {}
@@ -129,13 +137,29 @@ class ShmExpertPlane:
 
     # -------------------------------------------------------------- messages
 
+    def serve(self, banks: FewBanks) -> Served | None:
+        self._seen = self._doorbell.value()
+        ends, lanes = self._ends
+        served = ends.serve(banks)
+        if served is not None:
+            lanes[served.lane].bell.ring()
+        return served
+
     def poll(self) -> list[Arrival]:
         self._seen = self._doorbell.value()
+        ends, lanes = self._ends
         arrived: list[tuple[int, Arrival]] = []
-        for lane in self._lanes.values():
-            flags = lane.memory.request_flags.tolist()
-            if flags != lane.seen:
-                self._read(lane, flags, arrived)
+        for number, index, request, fault in ends.look():
+            lane = lanes[number]
+            if lane.id not in self._lanes:
+                continue
+            if fault or index in lane.pending:
+                self.corrupt_lanes += 1
+                early = f"ring slot {index} was written before it was answered"
+                self._drop(lane, fault or early)
+                continue
+            arrival = lane.pending[index] = _arrival(lane, index, request)
+            arrived.append((request.sent_ns, arrival))
         if len(arrived) > 1:
             arrived.sort(key=_sent_ns)
         return [arrival for _, arrival in arrived]
@@ -149,6 +173,7 @@ class ShmExpertPlane:
         if lane.pending.pop(arrival.ring_slot, None) is not arrival:
             raise PlaneError(f"message {arrival.sequence} of {arrival.peer} was answered already")
         slot = lane.memory.slots[arrival.ring_slot]
+        lane.answered[arrival.ring_slot] = arrival.sequence
         times_ns = (began_ns, compute_ns)
         lane.memory.publish_answer(slot, arrival.sequence, status, times_ns, arrival.out)
         lane.bell.ring()
@@ -188,27 +213,6 @@ class ShmExpertPlane:
             # Another worker may have taken the path over since.
             if Path(self._path).stat().st_ino == self._inode:
                 Path(self._path).unlink()
-
-    def _read(self, lane: ExpertLane, flags: list[int], arrived: list[tuple[int, Arrival]]) -> None:
-        if self._fence is not None:
-            self._fence()
-        for index, flag in enumerate(flags):
-            if flag == lane.seen[index]:
-                continue
-            slot = lane.memory.slots[index]
-            request = slot.read_request()
-            try:
-                if index in lane.pending:
-                    raise CorruptLaneError(f"ring slot {index} was written before it was answered")
-                check_request(request, flag, lane.memory.layout, slot)
-            except CorruptLaneError as error:
-                self.corrupt_lanes += 1
-                self._drop(lane, str(error))
-                return
-            lane.seen[index] = flag
-            arrival = _arrival(lane, index, request)
-            lane.pending[index] = arrival
-            arrived.append((request.sent_ns, arrival))
 
     # -------------------------------------------------------------- lanes come and go
 
@@ -336,7 +340,22 @@ class ShmExpertPlane:
             del self._newest_incarnation[next(iter(self._newest_incarnation))]
         self._newest_incarnation[router] = lane.offer.router_incarnation
         with self._lock:
-            self._lanes = {**self._lanes, lane.id: lane}
+            self._set_lanes({**self._lanes, lane.id: lane})
+
+    def _set_lanes(self, lanes: dict[int, ExpertLane]) -> None:
+        """Under the lock."""
+        self._lanes = lanes
+        ends = tuple(lanes.values())
+        looked_at = [
+            (
+                lane.memory,
+                lane.seen,
+                lane.answered,
+                not lane.offer.exact and lane.offer.shape().wire is torch.float32,
+            )
+            for lane in ends
+        ]
+        self._ends = LaneEnds(looked_at), ends
 
     def _check(self, lane: ExpertLane) -> None:
         if is_closed(lane.connection):
@@ -352,7 +371,7 @@ class ShmExpertPlane:
         with self._lock:
             if lane.id not in self._lanes:
                 return False
-            self._lanes = {key: other for key, other in self._lanes.items() if key != lane.id}
+            self._set_lanes({key: other for key, other in self._lanes.items() if key != lane.id})
         self._watcher.forget(lane.connection)
         lane.close()
         return True
@@ -363,24 +382,24 @@ def _sent_ns(item: tuple[int, Arrival]) -> int:
 
 
 def _arrival(lane: ExpertLane, index: int, request: Request) -> Arrival:
-    slot = lane.memory.slots[index]
-    pairs = request.pairs
-    exact = lane.offer.exact
+    memory, offer = lane.memory, lane.offer
+    slot = memory.slots[index]
+    pairs, exact = request.pairs, offer.exact
     return Arrival(
-        lane=lane.id,
-        ring_slot=index,
-        sequence=request.sequence,
-        peer=lane.offer.router,
-        exact=exact,
-        step=request.step,
-        layer=request.layer,
-        epoch=request.epoch,
-        x=slot.x.first(request.tokens),
-        pair_token=slot.pair_token[:pairs],
-        pair_slot=slot.pair_slot[:pairs],
-        pair_expert=slot.pair_expert[:pairs],
-        pair_weight=slot.pair_weight[:pairs],
-        out=lane.memory.out(slot, pairs if exact else request.tokens),
+        lane.id,
+        index,
+        request.sequence,
+        offer.router,
+        exact,
+        request.step,
+        request.layer,
+        request.epoch,
+        slot.x.first(request.tokens),
+        slot.pair_token[:pairs],
+        slot.pair_slot[:pairs],
+        slot.pair_expert[:pairs],
+        slot.pair_weight[:pairs],
+        memory.out(slot, pairs if exact else request.tokens),
     )
 
 

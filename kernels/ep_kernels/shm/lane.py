@@ -1,19 +1,24 @@
-"""One lane's memory as ready-made views.
+"""One lane's memory, as ready-made views for Python and as addresses for C.
 
-Views are built once when the lane opens, row counts' views at their first use, so that a message
-costs few Python operations. Flags are the lane's sequence numbers: they only grow, and a slot's
-flag names the message that the slot carries.
+A message is written, read and checked by one call into C. Views are built once when the lane opens,
+row counts' views at their first use. Flags are the lane's sequence numbers: they only grow, and a
+slot's flag names the message that the slot carries.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+from collections.abc import Sequence
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from ep_kernels.few import FewBanks, Served
+from ep_kernels.native_library import load
 from ep_kernels.plane import (
     AnswerStatus,
     FloatArray,
@@ -22,12 +27,35 @@ from ep_kernels.plane import (
     Part,
     PlaneError,
 )
-from ep_kernels.shm.doorbell import make_fence
 from ep_kernels.shm.layout import LaneLayout, Layout, lay_out
+
+Int64Array = npt.NDArray[np.int64]
 
 _REQUEST: Final = Struct("=7q")
 _ANSWER: Final = Struct("=5q")
 _STATUSES: Final = {int(status): status for status in AnswerStatus}
+_REQUEST_INTS: Final = 7
+_BAD_SEQUENCE, _BAD_TOKENS, _BAD_PAIRS = 1, 2, 3  # else a pair's token
+_ARRIVAL_INTS: Final = 4 + _REQUEST_INTS
+
+_POINTER, _NUMBER, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+_library: Final = load("lane")
+_send: Final = _library.moemesh_lane_send
+_send.restype = None
+_send.argtypes = (*(_POINTER,) * 3, *(_NUMBER,) * 2, *(_LONG,) * 4)
+_request: Final = _library.moemesh_lane_request
+_request.restype = _NUMBER
+_request.argtypes = (_POINTER, _LONG, _POINTER)
+_arrivals: Final = _library.moemesh_lane_arrivals
+_arrivals.restype = _NUMBER
+_arrivals.argtypes = (_POINTER, _NUMBER, _POINTER)
+_answer: Final = _library.moemesh_lane_answer
+_answer.restype = None
+_answer.argtypes = (_POINTER, *(_LONG,) * 5)
+acquire: Final = _library.moemesh_lane_acquire
+"""What was read before this was read before what is read after it, as other cores see it."""
+acquire.restype = None
+acquire.argtypes = ()
 
 
 class CorruptLaneError(PlaneError):
@@ -63,13 +91,28 @@ class _Rows:
         return view
 
 
+class _Slot(ctypes.Structure):
+    """``ring_slot`` of ``native/lane.h``."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("request", "answer", "request_flag", "answer_flag")),
+        *((name, _POINTER) for name in ("pair_token", "pair_slot", "pair_expert", "pair_weight")),
+        *((name, _POINTER) for name in ("x", "out")),
+        *((name, _NUMBER) for name in ("hidden", "capacity_tokens", "capacity_pairs", "index")),
+    )
+
+
 class RingSlot:
-    """One message slot: the request's arrays, the answer's rows and both headers."""
+    """One message slot: the request's arrays, the answer's rows and both headers. ``at`` is the
+    address of its addresses.
+    """
 
     __slots__ = (
         "_answer_at",
+        "_held",
         "_mapping",
         "_request_at",
+        "at",
         "index",
         "out",
         "pair_expert",
@@ -105,6 +148,18 @@ class RingSlot:
                 offset=offsets.out,
             ).view(offsets.out_rows, shape.hidden)
         )
+        base = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
+        self._held = _Slot(
+            base + offsets.request_header,
+            base + offsets.answer_header,
+            base + 8 * index,
+            base + layout.answer_flags + 8 * index,
+            *(base + offset for offset in offsets.pairs),
+            base + offsets.x,
+            base + offsets.out,
+            *(shape.hidden, shape.capacity_tokens, shape.capacity_pairs, index),
+        )
+        self.at = ctypes.addressof(self._held)
 
     def write_request(self, request: Request) -> None:
         _REQUEST.pack_into(self._mapping, self._request_at, *request)
@@ -145,7 +200,10 @@ class LaneMemory:
     kinds of messages, and publishes it by the flag, which it writes last.
     """
 
-    __slots__ = ("_fence", "answer_flags", "layout", "request_flags", "slots")
+    __slots__ = ("answer_flags", "layout", "request_flags", "slots")
+
+    out_in_slot: ClassVar[bool] = True
+    """Whether ``out`` lies in the slot, where C can write it."""
 
     def __init__(self, mapping: mmap.mmap, layout: LaneLayout) -> None:
         count = layout.shape.ring_slots
@@ -154,29 +212,32 @@ class LaneMemory:
         self.request_flags = view[: 8 * count].cast("q")
         self.answer_flags = view[layout.answer_flags : layout.answer_flags + 8 * count].cast("q")
         self.slots = tuple(RingSlot(mapping, layout, index) for index in range(count))
-        self._fence = make_fence()
 
     @classmethod
     def lay_out(cls, shape: LaneShape) -> LaneLayout:
         """Raises ``PlaneError`` for a lane that cannot be."""
         return lay_out(shape)
 
-    def write_part(self, slot: RingSlot, part: Part) -> None:
-        """Copy a part, which fits, into its slot."""
-        tokens, pairs = part.rows.shape[0], part.pair_token.shape[0]
-        into = slot.x.first(tokens)
-        if part.x.dtype is self.layout.shape.wire:
-            torch.index_select(part.x, 0, part.rows, out=into)
+    def send(self, slot: RingSlot, part: Part, sequence: int) -> None:
+        """Copy a part, which fits, into its slot, and publish it."""
+        x, block = part.x, part.block
+        if x.dtype is self.layout.shape.wire is torch.float32 and x.is_contiguous():
+            rows = x.data_ptr()
         else:
-            into.copy_(torch.index_select(part.x, 0, part.rows))
-        slot.pair_token[:pairs] = part.pair_token
-        slot.pair_slot[:pairs] = part.pair_slot
-        slot.pair_expert[:pairs] = part.pair_expert
-        slot.pair_weight[:pairs] = part.pair_weight
-
-    def publish_part(self, slot: RingSlot, request: Request) -> None:
-        slot.write_request(request)
-        self._publish(self.request_flags, slot.index, request.sequence)
+            rows = None
+            picked = torch.index_select(x, 0, torch.from_numpy(block.rows))
+            slot.x.first(block.num_tokens).copy_(picked)
+        _send(
+            slot.at,
+            rows,
+            block.address,
+            block.num_tokens,
+            block.num_pairs,
+            sequence,
+            part.step,
+            part.layer,
+            part.epoch,
+        )
 
     def out(self, slot: RingSlot, rows: int) -> torch.Tensor:
         """Where an expert worker writes an answer of this many rows."""
@@ -187,31 +248,90 @@ class LaneMemory:
         out: torch.Tensor,
     ) -> None:  # fmt: skip
         """``times_ns``: begin and duration of computing ``out``, which ``out()`` returned."""
-        slot.write_answer(sequence, status, *times_ns, out.shape[0])
-        self._publish(self.answer_flags, slot.index, sequence)
-
-    def _publish(self, flags: memoryview[int], index: int, sequence: int) -> None:
-        if self._fence is not None:
-            self._fence()
-        flags[index] = sequence
-        if self._fence is not None:
-            self._fence()
+        _answer(slot.at, sequence, status, *times_ns, out.shape[0])
 
 
-def check_request(request: Request, flag: int, layout: Layout, slot: RingSlot) -> None:
-    """Raise ``CorruptLaneError`` unless the request fits its lane and its own numbers."""
-    shape = layout.shape
-    if request.sequence != flag:
-        raise CorruptLaneError(f"flag {flag} stands over the header of message {request.sequence}")
-    if not 0 <= request.tokens <= shape.capacity_tokens:
-        raise CorruptLaneError(f"{request.tokens} tokens, capacity {shape.capacity_tokens}")
-    if not 0 <= request.pairs <= shape.capacity_pairs:
-        raise CorruptLaneError(f"{request.pairs} pairs, capacity {shape.capacity_pairs}")
-    if request.pairs:
-        # As unsigned numbers, negative ones are too large as well.
-        highest = int(slot.pair_token[: request.pairs].view(np.uint32).max())
-        if highest >= request.tokens:
-            raise CorruptLaneError(f"a pair names token {highest} of {request.tokens}")
+class Came(NamedTuple):
+    """A request that came, and what is wrong with it or nothing."""
+
+    lane: int
+    slot: int
+    request: Request
+    fault: str
+
+
+class LaneEnds:
+    """An expert worker's lanes, all looked at by one call. One thread at a time.
+
+    Each lane comes with the newest flag seen and the newest answered in each of its ring slots,
+    ``[ring_slots]``, and whether it carries fp32 and sums.
+    """
+
+    def __init__(
+        self, lanes: Sequence[tuple[LaneMemory, Int64Array, Int64Array, bool]] = ()
+    ) -> None:
+        self._lanes = tuple(lanes)
+        self._slots = [
+            np.array([slot.at for slot in memory.slots], dtype=np.uintp) for memory, *_ in lanes
+        ]
+        self._ends = np.array(
+            [
+                (
+                    *(array.ctypes.data for array in (slots, seen, answered)),
+                    slots.size,
+                    sums and memory.out_in_slot,
+                )
+                for slots, (memory, seen, answered, sums) in zip(self._slots, lanes, strict=True)
+            ],
+            dtype=np.int64,
+        )
+        most = sum(slots.size for slots in self._slots)
+        self._found = np.zeros(max(1, most) * _ARRIVAL_INTS, dtype=np.int64)
+        self._at = self._ends.ctypes.data
+        self._arguments = (self._at, len(self._lanes), self._found.ctypes.data)
+
+    def serve(self, banks: FewBanks) -> Served | None:
+        """See ``ExpertPlane``."""
+        return banks.serve(self._at, len(self._lanes))
+
+    def look(self) -> list[Came]:
+        """Requests whose flag is not the one last seen, which becomes the one last seen."""
+        count = _arrivals(*self._arguments)
+        if not count:
+            return []
+        numbers = self._found[: count * _ARRIVAL_INTS].tolist()
+        came = []
+        for first in range(0, len(numbers), _ARRIVAL_INTS):
+            lane, slot, code, flag, *header = numbers[first : first + _ARRIVAL_INTS]
+            request = Request(*header)
+            fault = ""
+            if code:
+                fault = _fault(code, flag, request, self._lanes[lane][0].layout.shape)
+            came.append(Came(lane, slot, request, fault))
+        return came
+
+
+def read_request(slot: RingSlot, flag: int, shape: LaneShape) -> Request:
+    """The request under ``flag``. Raises ``CorruptLaneError`` unless it fits its lane of ``shape``
+    and its own numbers.
+    """
+    header = np.zeros(_REQUEST_INTS, dtype=np.int64)
+    code = _request(slot.at, flag, header.ctypes.data)
+    request = Request(*header.tolist())
+    if code:
+        raise CorruptLaneError(_fault(code, flag, request, shape))
+    return request
+
+
+def _fault(code: int, flag: int, request: Request, shape: LaneShape) -> str:
+    """In words what C found."""
+    if code == _BAD_SEQUENCE:
+        return f"flag {flag} stands over the header of message {request.sequence}"
+    if code == _BAD_TOKENS:
+        return f"{request.tokens} tokens, capacity {shape.capacity_tokens}"
+    if code == _BAD_PAIRS:
+        return f"{request.pairs} pairs, capacity {shape.capacity_pairs}"
+    return f"a pair names token {request.sent_ns} of {request.tokens}"
 
 
 def _int_array(mapping: mmap.mmap, offset: int, count: int) -> IntArray:

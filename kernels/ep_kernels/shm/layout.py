@@ -45,6 +45,9 @@ class Layout(Protocol):
     @property
     def shape(self) -> LaneShape: ...
 
+    @property
+    def answer_flags(self) -> int: ...
+
     def slot(self, index: int) -> SlotOffsets: ...
 
 

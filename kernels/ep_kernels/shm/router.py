@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from time import perf_counter_ns
 from typing import ClassVar
@@ -21,9 +20,9 @@ from ep_kernels.plane import (
     PlaneError,
 )
 from ep_kernels.shm import handshake, memory
-from ep_kernels.shm.doorbell import MAX_SENDERS, SPIN_NS, Bell, Doorbell, Signal, make_fence
+from ep_kernels.shm.doorbell import MAX_SENDERS, SPIN_NS, Bell, Doorbell, Signal
 from ep_kernels.shm.handshake import Offer, Reply
-from ep_kernels.shm.lane import CorruptLaneError, LaneMemory, Request, RingSlot
+from ep_kernels.shm.lane import CorruptLaneError, LaneMemory, RingSlot, acquire
 from ep_kernels.shm.watcher import Watcher, is_closed
 
 _log = logging.getLogger(__name__)
@@ -109,7 +108,6 @@ class ShmRouterPlane:
         self._shape = shape
         self._digest = digest
         self._layout = self._memory.lay_out(shape)
-        self._fence = make_fence()
         self._doorbell = Doorbell("moemesh-router-bell", spin_ns=spin_ns)
         self._seen = self._doorbell.value()
         self._woken = False
@@ -189,7 +187,7 @@ class ShmRouterPlane:
         lane = self._lanes.get(peer)
         if lane is None:
             raise LaneLost(peer, "no lane is open")
-        tokens, pairs = part.rows.shape[0], part.pair_token.shape[0]
+        tokens, pairs = part.block.num_tokens, part.block.num_pairs
         shape = self._shape
         if tokens > shape.capacity_tokens or pairs > shape.capacity_pairs:
             raise PlaneError(
@@ -200,16 +198,12 @@ class ShmRouterPlane:
             return None
         began = perf_counter_ns()
         slot = lane.free.pop()
-        lane.memory.write_part(slot, part)
-        copied = perf_counter_ns()
         sequence = lane.next_sequence
         lane.next_sequence = sequence + 1
-        request = Request(
-            sequence, part.step, part.layer, part.epoch, tokens, pairs, time.monotonic_ns()
-        )
         ticket = next(self._tickets)
         lane.in_flight.append(_InFlight(slot, sequence, pairs if shape.exact else tokens, ticket))
-        lane.memory.publish_part(slot, request)
+        lane.memory.send(slot, part, sequence)
+        copied = perf_counter_ns()
         lane.bell.ring()
         self.copy_ns += copied - began
         self.signal_ns += perf_counter_ns() - copied
@@ -217,6 +211,7 @@ class ShmRouterPlane:
 
     def poll(self) -> list[Answer]:
         self._seen = self._doorbell.value()
+        acquire()
         answers: list[Answer] = []
         for lane in self._lanes.values():
             flags = lane.memory.answer_flags
@@ -246,8 +241,7 @@ class ShmRouterPlane:
         return sum(self._shape.ring_slots - len(lane.free) for lane in self._lanes.values())
 
     def _collect(self, lane: RouterLane, done: list[_InFlight], answers: list[Answer]) -> None:
-        if self._fence is not None:
-            self._fence()
+        acquire()
         for message in done:
             slot = message.slot
             try:

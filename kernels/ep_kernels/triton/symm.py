@@ -15,6 +15,7 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass
 from struct import Struct
+from time import monotonic_ns
 from typing import ClassVar, Final
 
 import torch
@@ -22,7 +23,7 @@ import torch
 from ep_kernels.plane import AnswerStatus, LaneShape, Part, PlaneError
 from ep_kernels.shm.doorbell import SPIN_NS
 from ep_kernels.shm.expert import ShmExpertPlane
-from ep_kernels.shm.lane import LaneMemory, Request, RingSlot
+from ep_kernels.shm.lane import LaneMemory, RingSlot
 from ep_kernels.shm.layout import MAX_LANE_BYTES, MAX_RING_SLOTS, LaneLayout, SlotOffsets
 from ep_kernels.shm.router import ShmRouterPlane
 from ep_kernels.triton.all_to_all import inbox
@@ -132,7 +133,9 @@ class _Sender:
 class SymmMemory(LaneMemory):
     """A lane's memory. Each end puts its own kind of message into the other's inbox."""
 
-    __slots__ = ("_answering", "_lists", "_mapping", "_outs", "_part", "_requesting")
+    __slots__ = ("_answering", "_lists", "_mapping", "_outs", "_requesting")
+
+    out_in_slot: ClassVar[bool] = False
 
     def __init__(self, mapping: mmap.mmap, layout: LaneLayout) -> None:
         assert isinstance(layout, SymmLayout), "lay_out made it"
@@ -145,36 +148,29 @@ class SymmMemory(LaneMemory):
         self._answering = _Sender(address + layout.answer_flags, layout.answers)
         self._lists = Lists(1, shape.capacity_tokens, shape.top_k, torch.device("cpu"))
         self._lists.begin.zero_()
-        self._part: Part | None = None
         self._outs: dict[int, torch.Tensor] = {}
 
     @classmethod
     def lay_out(cls, shape: LaneShape) -> LaneLayout:
         return lay_out(shape)
 
-    def write_part(self, slot: RingSlot, part: Part) -> None:  # noqa: ARG002
-        """List the part's rows and pairs; ``publish_part`` puts them."""
-        lists, tokens, pairs = self._lists, part.rows.shape[0], part.pair_token.shape[0]
-        lists.row_token[0, :tokens] = part.rows
+    def send(self, slot: RingSlot, part: Part, sequence: int) -> None:
+        lists, sender, block = self._lists, self._requesting, part.block
+        tokens, pairs = block.num_tokens, block.num_pairs
+        lists.row_token[0, :tokens] = torch.from_numpy(block.rows)
         for to, values in (
-            (lists.pair_row, part.pair_token),
-            (lists.pair_slot, part.pair_slot),
-            (lists.pair_expert, part.pair_expert),
-            (lists.pair_weight, part.pair_weight),
+            (lists.pair_row, block.pair_token),
+            (lists.pair_slot, block.pair_slot),
+            (lists.pair_expert, block.pair_expert),
+            (lists.pair_weight, block.pair_weight),
         ):
             to[0, :pairs] = torch.from_numpy(values)
         # Of a row's pairs only their sum is asked for: an expert worker reads the arrays.
         lists.begin[0, : tokens + 1] = 0
         lists.begin[0, tokens] = pairs
-        self._part = part
-
-    def publish_part(self, slot: RingSlot, request: Request) -> None:
-        part, sender = self._part, self._requesting
-        assert part is not None, "write_part came first"
-        self._part = None
-        sender.stamp.copy_(torch.tensor([request.step, request.epoch, request.sent_ns]))
-        sender.counts.copy_(torch.tensor([[request.tokens, request.pairs]]))
-        sender.go[0] = request.sequence
+        sender.stamp.copy_(torch.tensor([part.step, part.epoch, monotonic_ns()]))
+        sender.counts.copy_(torch.tensor([[tokens, pairs]]))
+        sender.go[0] = sequence
         # A kernel must not be given an address of nothing.
         x = part.x if part.x.numel() else torch.zeros(1, self.layout.shape.hidden)
         put(
@@ -183,7 +179,7 @@ class SymmMemory(LaneMemory):
             sender.counts,
             slot.index,
             sender.go,
-            request.layer,
+            part.layer,
             sender.firsts,
             lists=self._lists,
         )

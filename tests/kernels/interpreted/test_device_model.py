@@ -35,7 +35,7 @@ class Served:
         self.model: DeviceModel = load_device_model(path, device, weights=weights)
         experts = LocalExperts.load(path, weights="fp32", exact=False)
         self.waited: list[int] = []
-        make = self.model.clients(lambda _decodes: experts, lambda layer, _ns: self.note(layer))
+        make = self.model.clients(lambda _decodes: experts, lambda layer, *_when: self.note(layer))
         self.client = make(b"")
         self.kv: DeviceCache = self.model.new_kv_cache(9, BLOCK)
 

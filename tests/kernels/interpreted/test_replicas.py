@@ -50,7 +50,7 @@ def test_splits_are_the_reference_and_counts_are_those_of_the_cpu(
         messages, _ = native.route(0, experts, torch.ones(tokens, k))
         on_cpu = np.zeros(places.rank.size, dtype=int)
         for message in messages:
-            for expert in message.pair_expert:
+            for expert in message.block.pair_expert:
                 own = slice(places.first[expert], places.first[expert + 1])
                 on_cpu[places.first[expert] + list(places.rank[own]).index(message.rank)] += 1
         here = slots[slots >= 0].long() - 100

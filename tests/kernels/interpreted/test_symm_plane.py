@@ -58,10 +58,10 @@ def test_a_part_arrives_as_sent_and_its_answer_comes_back(tmp_path, tokens, exac
         assert (arrival.peer, arrival.exact) == ("r0", exact)
         assert (arrival.step, arrival.layer, arrival.epoch) == (4, 2, 9)
         assert arrival.x.dtype is wire
-        assert torch.equal(arrival.x, part.x[part.rows].to(wire))
+        assert torch.equal(arrival.x, part.x[torch.from_numpy(part.block.rows)].to(wire))
         for name in ("pair_token", "pair_slot", "pair_expert", "pair_weight"):
-            assert getattr(arrival, name).tolist() == getattr(part, name).tolist()
-        rows = part.pair_token.size if exact else tokens
+            assert getattr(arrival, name).tolist() == getattr(part.block, name).tolist()
+        rows = part.block.num_pairs if exact else tokens
         assert tuple(arrival.out.shape) == (rows, HIDDEN)
         arrival.out.copy_(torch.arange(rows * HIDDEN).view(rows, HIDDEN))
         pair.expert.answer(arrival, AnswerStatus.OK, 7 << 40, 3 << 33)

@@ -69,7 +69,7 @@ def test_what_is_kept_and_what_is_drawn(rng: torch.Generator) -> None:
 
 
 def test_the_numbers_are_the_routers() -> None:
-    from router_svc.sampler import uniform as of_the_cpu
+    from moe_model.sampler import uniform as of_the_cpu
 
     seeds = [0, 1, (1 << 64) - 1, 1 << 63, 0x123456789ABCDEF]
     wanted = of_the_cpu(np.array(seeds, dtype=np.uint64), np.full(5, 7, dtype=np.uint64))

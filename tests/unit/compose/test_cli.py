@@ -56,6 +56,12 @@ def test_config_shows_a_flag_as_the_origin(moemesh, tmp_path):
         (("--gateways", "1000"), ("mesh.gateways", "1 to 64")),
         (("--port", "65535", "--gateways", "2"), ("gateway.port", "expected at most 65534")),
         (("--config", "/nowhere.toml"), ("/nowhere.toml", "cannot be read")),
+        (("--tp", "2", "--set", "router.tp=4"), ("--tp 2 and --set router.tp=4", "expected one")),
+        (("--port", "0", "--set", "gateway.port=9"), ("--port 0 and --set gateway.port=9",)),
+        (
+            ("--set", "router.kv_cache_bytes=1000000"),
+            ("(flag --set router.kv_cache_bytes): expected 0 or at least 1638400", "64 blocks of"),
+        ),
     ],
 )
 def test_a_bad_value_is_named_with_what_was_expected_and_starts_nothing(
@@ -85,6 +91,12 @@ def test_without_a_mesh_down_and_status_say_so(moemesh):
     code, _, err = moemesh("status", "--timeout", "0.1")
     assert code == 1
     assert "no planner answers" in err
+
+
+def test_a_flag_that_says_what_set_says_is_no_conflict(moemesh):
+    code, _, err = moemesh("up", "--experts", "1000", "--set", "mesh.experts=1000")
+    assert code == 2
+    assert "expected at most" in err
 
 
 def test_reference_refuses_parameters_out_of_range(moemesh):

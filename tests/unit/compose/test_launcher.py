@@ -269,6 +269,7 @@ def test_processes_that_are_let_go_may_end_their_work_and_are_started_again_only
     async def scenario(screen):
         screens.append(screen)
         await screen.shows("ready after")
+        await screen.shows("up.planner")  # before that, a signal ends it without a word
         await screen.shows("up.router-0")
         settings = Settings(mesh=MeshSettings(run_dir=str(tmp_path / "run")))
         await order(settings, Restart(), told.append)

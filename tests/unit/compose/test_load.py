@@ -24,14 +24,17 @@ def test_a_stream_without_a_token_is_an_error() -> None:
         measure([Stream(started=0.0)])
 
 
-async def answered(payload: bytes) -> tuple[bytes, Stream | LoadError]:
+async def answered(*payload: bytes) -> tuple[bytes, Stream | LoadError]:
     """What a server was sent that answers with ``payload``, and what the client made of it."""
     got = b""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal got
         got = await reader.readuntil(b"}")
-        writer.write(payload)
+        for part in payload:
+            writer.write(part)
+            for _ in range(20):  # turns of the loop in which the client, too, reads
+                await asyncio.sleep(0)
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1")
@@ -58,6 +61,13 @@ def test_an_answer_that_is_none_is_an_error_with_its_words(payload: bytes, reaso
     _, error = asyncio.run(answered(payload))
     assert isinstance(error, LoadError)
     assert reason in str(error)
+
+
+def test_a_refusal_whose_body_comes_after_its_head_is_told_in_the_servers_words() -> None:
+    body = b'{"error":{"message":"The queue is full.","type":"rate_limit_error","code":null}}'
+    head = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 1\r\n\r\n"
+    _, error = asyncio.run(answered(head, body))
+    assert str(error).endswith(": HTTP/1.1 429 Too Many Requests The queue is full.")
 
 
 def test_a_whole_stream_has_its_chunks_and_was_asked_for_with_the_key() -> None:

@@ -54,6 +54,9 @@ LOAD = LoadDetail(
 )  # fmt: skip
 
 
+RECORDED = f"/run/{'a-long-name/' * 20}loads.safetensors"
+
+
 class Desk:
     """A planner's command socket on a thread; ``answers`` by the type of the question."""
 
@@ -71,7 +74,7 @@ class Desk:
                 moving="rebalance", moved=2, to_move=6,
             ),
             RecordLoad: RecordDetail(routers=(RecordedAt(
-                router="router-0", recording=False, steps=9, path="/run/loads.safetensors"),)),
+                router="router-0", recording=False, steps=9, path=RECORDED),)),
         }  # fmt: skip
         self.asked = []
         self.address = f"ipc://{run_dir}/planner.sock"
@@ -105,7 +108,7 @@ class Desk:
 def moemesh(monkeypatch, capsys, tmp_path):
     """Runs the command in this process; returns exit code, standard output and error."""
     monkeypatch.setenv("MOEMESH_MESH_RUN_DIR", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.setenv("COLUMNS", "40")  # of a terminal, which standard output is not
 
     def run(*arguments):
         monkeypatch.setattr("sys.argv", ["moemesh", *arguments])
@@ -157,7 +160,7 @@ def test_each_command_asks_the_planner_for_what_it_says(moemesh, desk):
     ):  # fmt: skip
         assert moemesh("plan", *arguments)[0] == 0
         assert desk.asked[-1] == question
-    assert "/run/loads.safetensors" in moemesh("plan", "record", "stop")[1]
+    assert RECORDED in moemesh("plan", "record", "stop")[1]
 
 
 @pytest.mark.parametrize("format_", ["moemesh", "sglang"])

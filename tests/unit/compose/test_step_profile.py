@@ -39,6 +39,14 @@ def test_a_router_step_is_divided_by_kind() -> None:
     assert profile.outside_share == pytest.approx(0.25)
 
 
+def test_no_more_than_a_step_passes_outside_tensor_operations() -> None:
+    nothing = dict.fromkeys(("steps", "attention", "send", "python", "copy", "idle", "group"), 0)
+    before = read(PAGE.format(**nothing))
+    after = read(PAGE.format(**nothing | {"steps": 1, "send": 0.2, "python": 0.5, "idle": 0.6}))
+    profile = router_profile("router-0", before, after)
+    assert profile.outside_ms == profile.step_ms == pytest.approx(700)
+
+
 def test_an_expert_worker_is_divided_per_router_step() -> None:
     before = {"moemesh_expert_thread_seconds_total{ffn}": 1.0, "moemesh_expert_calls_total": 4.0}
     after = {"moemesh_expert_thread_seconds_total{ffn}": 3.0, "moemesh_expert_calls_total": 44.0}

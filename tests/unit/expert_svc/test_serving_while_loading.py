@@ -16,7 +16,7 @@ import structlog
 import torch
 import uvloop
 from ep_kernels.grouped_ffn import reference_sum
-from ep_kernels.plane import AnswerStatus, LaneShape, Part
+from ep_kernels.plane import AnswerStatus, LaneShape, PairBlock, Part
 from ep_kernels.shm.expert import ShmExpertPlane
 from ep_kernels.shm.router import ShmRouterPlane
 
@@ -138,17 +138,9 @@ def _traffic(
             held = np.array([*table.held()[at], *[-1] * SLOTS], dtype=np.int32)
             if pairs.random() < 0.7 and (held[slots] >= 0).all():
                 named = held[slots]
-            part = Part(
-                step=1,
-                layer=LAYERS[at],
-                epoch=1,
-                x=torch.randn(1, HIDDEN),
-                rows=torch.tensor([0]),
-                pair_token=np.zeros(2, np.int32),
-                pair_slot=slots,
-                pair_expert=named,
-                pair_weight=np.ones(2, np.float32),
-            )
+            token = np.zeros(2, np.int32)
+            block = PairBlock.of(token[:1], token, slots, named, np.ones(2, np.float32))
+            part = Part(1, LAYERS[at], 1, torch.randn(1, HIDDEN), block)
             assert router.try_send("e", part) is not None
             end = time.monotonic() + DEADLINE_S
             while not (answers := router.poll()):
@@ -159,7 +151,7 @@ def _traffic(
             if answer.status == AnswerStatus.OK:
                 own = np.arange(2, dtype=np.int32)
                 right = [expert(part.layer, index) for index in named.tolist()]
-                want = reference_sum(part.x, part.pair_token, right, own, part.pair_weight)
+                want = reference_sum(part.x, token, right, own, block.pair_weight)
                 assert torch.allclose(answer.out, want, rtol=1e-4, atol=1e-4)
             router.release(answer)
     finally:

@@ -148,7 +148,8 @@ def test_questions_reach_the_planner_and_its_answers_the_client(mesh, planner):
 @pytest.mark.parametrize(
     ("path", "body", "param", "words"),
     [
-        ("/admin/mode", {"mode": "on"}, "mode", "on"),
+        ("/admin/mode", {"mode": "on"}, "mode", "'on'; expected one of off, advise, auto"),
+        ("/admin/mode", {"mode": 1}, "mode", "Expected `str`"),
         ("/admin/mode", {}, "mode", "mode"),
         ("/admin/mode", b"{", None, "JSON"),
         ("/admin/rebalance", {"forced": True}, "forced", "forced"),

@@ -364,6 +364,50 @@ def test_best_of_keeps_the_likeliest(mesh, client):
             "invalid_value",
             "max_tokens",
         ),
+        ("/v1/chat/completions", {"messages": []}, 400, "invalid_value", "messages"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "oracle", "content": "x"}]},
+            400,
+            "invalid_value",
+            "messages[0].role",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": 1}]},
+            400,
+            "invalid_type",
+            "messages[0].content",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "unsupported_parameter",
+            "messages[0].content[0].type",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            400,
+            "invalid_type",
+            "messages[0].content[0].text",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x", "name": 1}]},
+            400,
+            "invalid_type",
+            "messages[0].name",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]},
+            400,
+            "unsupported_parameter",
+            "messages[0].tool_calls",
+        ),
+        ("/tokenize", {}, 400, "invalid_value", "prompt"),
         ("/v1/nothing", {}, 404, "not_found", None),
         ("/health", {}, 405, "method_not_allowed", None),
     ],
@@ -541,6 +585,14 @@ def test_tokenize_adds_special_tokens_to_prompts_and_leaves_chats_to_their_templ
 )
 def test_tokenizer_endpoints_refuse_nonsense(mesh, path, body):
     assert post(mesh, path, body)[0] == 400
+
+
+def test_detokenize_names_the_id_that_is_in_no_vocabulary(mesh):
+    status, _, answer = post(mesh, "/detokenize", {"tokens": [5, 9999]})
+    assert status == 400
+    error = answer["error"]
+    assert (error["code"], error["param"]) == ("invalid_value", "tokens")
+    assert error["message"].startswith("tokens: token id 9999 is not in the vocabulary (0 to ")
 
 
 def test_a_long_text_is_tokenized_too(mesh):

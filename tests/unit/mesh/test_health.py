@@ -190,6 +190,11 @@ def test_the_command_answers_by_its_exit_code(tmp_path: Path) -> None:
     path.write_bytes(msgspec.json.encode(Report(beat=time.monotonic(), reason="loading")))
     assert check(tmp_path, "--id", "router-0") == (1, "loading\n")
     assert check(tmp_path, "--id", "router-0", "--alive") == (0, "alive\n")
+    elsewhere = ("--set", f"mesh.run_dir={tmp_path}")
+    assert check(tmp_path / "none", *elsewhere, "--id", "router-0") == (1, "loading\n")
+    code, said = check(tmp_path, "--set", "mesh.run_dirs=x", "--id", "router-0")
+    assert code == 2
+    assert "did you mean mesh.run_dir" in said
 
 
 def test_a_run_directory_that_is_gone_costs_one_line_and_no_service(

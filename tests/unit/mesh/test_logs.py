@@ -3,6 +3,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import structlog
@@ -63,6 +65,53 @@ def test_auto_means_json_when_nobody_watches() -> None:
     logs.configure(LogSettings(format="auto"), out)
     structlog.get_logger("x").info("plan.committed")
     json.loads(out.getvalue())
+
+
+@pytest.fixture
+def root() -> Iterator[logging.Logger]:
+    root = logging.getLogger()
+    before = (list(root.handlers), root.level)
+    yield root
+    root.handlers[:], level = before
+    root.setLevel(level)
+
+
+EVENTS = [
+    (
+        ("lane.lost router=%s: %s", "router-0", "it said a=1: %s"),
+        {"event": "lane.lost", "router": "router-0", "reason": "it said a=1: %s"},
+    ),
+    (
+        ("lane.opened router=%s incarnation=%d", "router 0", 7),
+        {"event": "lane.opened", "router": "router 0", "incarnation": 7},
+    ),
+    (
+        ("lane.refused router=unknown: %s", OSError("gone")),
+        {"event": "lane.refused", "router": "unknown", "reason": "gone"},
+    ),
+    (("lane.watch_failed",), {"event": "lane.watch_failed"}),
+    (("slow.callback took %s s", 3), {"event": "slow.callback took 3 s"}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "fields"), EVENTS, ids=lambda value: str(value)[:20])
+def test_an_event_of_the_standard_library_has_its_values_as_fields(
+    root: logging.Logger, arguments: tuple[Any, ...], fields: dict[str, Any]
+) -> None:
+    out = io.StringIO()
+    logs.configure(LogSettings(format="json"), out, id="expert-0")
+    logging.getLogger("ep_kernels.shm.expert").warning(*arguments)
+    line = json.loads(out.getvalue())
+    assert line.pop("timestamp")
+    kept = {"logger": "ep_kernels.shm.expert", "level": "warning", "id": "expert-0"}
+    assert line == kept | fields
+
+
+def test_on_the_console_it_keeps_its_words(root: logging.Logger) -> None:
+    out = io.StringIO()
+    logs.configure(LogSettings(format="console"), out)
+    logging.getLogger("ep_kernels").warning("lane.lost router=%s: %s", "router-0", "it is gone")
+    assert "lane.lost router=router-0: it is gone" in out.getvalue()
 
 
 def test_standard_library_records_come_out_the_same_way() -> None:

@@ -35,6 +35,15 @@ def test_a_directory_open_to_others_is_refused(tmp_path: Path) -> None:
         rundir.create_run_dir(_settings(tmp_path / "run"))
 
 
+@pytest.mark.parametrize("place", ["/proc/none", "/proc/none/deep/er", "file/run"])
+def test_a_place_where_none_can_be_made_is_named_with_its_setting(
+    tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirError, match=r"\(mesh.run_dir\) cannot be made: .*; expected a path"):
+        rundir.create_run_dir(_settings(tmp_path / place))
+
+
 def test_a_link_or_file_in_its_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -102,6 +111,23 @@ def test_addresses_lie_in_the_directory_unless_configured(tmp_path: Path) -> Non
     other = Settings(mesh=MeshSettings(planner="tcp://127.0.0.1:1", broadcast="ipc:///b"))
     assert rundir.planner_address(other) == "tcp://127.0.0.1:1"
     assert rundir.broadcast_address(other) == "ipc:///b"
+
+
+def test_the_last_process_of_a_mesh_takes_its_orders_along(tmp_path: Path) -> None:
+    settings, orders = _settings(tmp_path), tmp_path / rundir.ORDERS
+    orders.write_text("{}")
+    with rundir.claim(tmp_path, "router-0"):
+        assert rundir.running(tmp_path) == {"router-0": os.getpid()}
+        rundir.take_along(settings)
+        assert orders.exists()
+    (tmp_path / "expert-0.pid").write_text("1\n")  # of one that was killed
+    wide = Settings(mesh=MeshSettings(run_dir=str(tmp_path), planner="tcp://10.0.0.1:1"))
+    rundir.take_along(wide)
+    assert orders.exists()
+    rundir.take_along(settings)
+    assert not orders.exists()
+    rundir.take_along(settings)
+    assert rundir.running(tmp_path) == {}
 
 
 HOLD = """

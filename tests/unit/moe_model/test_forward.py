@@ -98,7 +98,7 @@ def test_what_breaks_off_abandons_its_dispatch(reference: ReferenceModel) -> Non
         class Broken:
             spec = model.spec
             embed, attend, dense = model.embed, model.attend, model.dense
-            ffn_input, route = model.ffn_input, model.route
+            gate = model.gate
 
             def shared(self, layer, x):
                 raise ArithmeticError

@@ -3,6 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from mesh.messages import Sampling
 from moe_model.reference import ReferenceModel
 
 from .conftest import DEMO
@@ -14,7 +15,8 @@ def reference() -> ReferenceModel:
 
 
 def sample(reference: ReferenceModel, **kw) -> list[int]:
-    return list(reference.generate([5, 6, 7], 20, ignore_eos=True, **kw))
+    sampling = Sampling(**({"temperature": 0.0} | kw))
+    return list(reference.generate([5, 6, 7], 20, sampling=sampling, ignore_eos=True))
 
 
 def test_a_seed_repeats_its_draws_and_another_differs(reference: ReferenceModel) -> None:
@@ -41,5 +43,5 @@ def test_generation_stops_at_end_of_sequence_without_yielding_it(
     end = next(token for token in tokens[5:] if token not in tokens[:5])
     model = reference.model
     monkeypatch.setattr(model, "spec", msgspec.structs.replace(model.spec, eos_token_ids=(end,)))
-    got = list(reference.generate([5, 6, 7], 20, temperature=1.0))
+    got = list(reference.generate([5, 6, 7], 20, sampling=Sampling(temperature=1.0)))
     assert got == tokens[: tokens.index(end)]

@@ -9,6 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from moe_model.forward import forward, run_to_end
+from moe_model.kv_size import kv_cache_fault
 from moe_model.plan import Chunk
 from moe_model.shard import Shard, shard_fault
 from moe_model.shard_model import RouterShard, load_shard
@@ -141,7 +142,15 @@ def test_a_rank_holds_its_part_only(oracle: Get) -> None:
     assert other._layers[0].dense._down.in_features == 48
     mixtral = oracle("mixtral")
     whole = mixtral.ours.model.kv_bytes_per_block(BLOCK)
-    assert RouterShard(load_shard(mixtral.path, 1, 2)).kv_bytes_per_block(BLOCK) == whole // 2
+    half = RouterShard(load_shard(mixtral.path, 1, 2))
+    assert half.kv_bytes_per_block(BLOCK) == whole // 2
+    # What is checked before there are weights is what the cache will take.
+    spec = mixtral.ours.model.spec
+    blocks = -(-spec.max_context // BLOCK)
+    for size, model in ((1, mixtral.ours.model), (2, half)):
+        needed = model.new_kv_cache(blocks, BLOCK).nbytes
+        assert kv_cache_fault(spec, needed, BLOCK, size) == ""
+        assert f"at least {needed}," in kv_cache_fault(spec, needed - 1, BLOCK, size)
 
 
 @pytest.mark.parametrize(("switch", "size", "fault"), [

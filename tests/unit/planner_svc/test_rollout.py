@@ -448,6 +448,20 @@ def test_a_move_that_is_abandoned_is_undone_before_its_commit() -> None:
     assert made.placement.epoch == 1
 
 
+def test_redundant_slots_that_no_worker_can_use_are_an_alarm_until_enough_have_come() -> None:
+    made = mesh(redundant_slots=9)
+    assert "redundant_slots = 9: 4 are used" in made.state.useless_slots
+    assert "2 workers x 4 experts - 4" in made.state.useless_slots
+    made.join("e0", "e1")
+    made.settle()
+    assert made.state.alarms == (made.state.useless_slots,)
+    made.join("e2", "e3")
+    made.settle()
+    assert made.state.alarms == ()
+    assert sum(made.placement.slots_per_rank) >= 4 + 9
+    assert not mesh(redundant_slots=4).state.useless_slots
+
+
 # ---------------------------------------------------------------- deaths
 
 

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from mesh.messages import Sampling
 from moe_model.kv_cache import KVCache
 from moe_model.model import RouterModel
 from moe_model.reference import ReferenceModel
@@ -110,6 +111,28 @@ def test_sampling_depends_on_seed_and_position_not_on_company(start_engine) -> N
     assert mesh.sequences["other seed"].tokens != alone
     mesh.submit("moved", prompt, seed=11, output=alone[:5], **hot)  # another router began it
     assert mesh.finish("moved")[0].tokens == alone[5:]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"temperature": 0.7, "top_p": 0.95},
+        {"temperature": 1.3},
+        {"temperature": 1.0, "top_k": 20, "min_p": 0.02, "repetition_penalty": 1.2},
+    ],
+    ids=str,
+)
+def test_draws_are_those_of_the_reference(start_engine, reference, how) -> None:
+    mesh = start_engine(max_step_tokens=50)
+    mesh.start_workers("a", "b")
+    asked = prompts(4)
+    for seed, prompt in enumerate(asked):
+        mesh.submit(str(seed), prompt, max_tokens=24, seed=seed, **how)
+    for seed, (prompt, sequence) in enumerate(zip(asked, mesh.finish(), strict=True)):
+        sampling = Sampling(seed=seed, **how)
+        want = list(reference.generate(prompt, 24, sampling=sampling, ignore_eos=True))
+        assert sequence.tokens == want
+        assert want != expected(reference, prompt, 24)
 
 
 def test_logprobs_and_prompt_logprobs(start_engine, reference) -> None:

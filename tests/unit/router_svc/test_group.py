@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -53,7 +53,7 @@ class Pair:
                 pass_fds=[theirs.fileno()],
             )
         parts = load_shard(model, 0, 2)
-        self.followers = FollowerLinks([ours], timeout_s=TIMEOUT_S)
+        self.followers = FollowerLinks([ours], [self.process.pid], timeout_s=TIMEOUT_S)
         end = time.monotonic() + DEADLINE_S
         self.followers.until_loaded(lambda: not_after(end))
         self.model = GroupModel(parts, self.followers)
@@ -123,11 +123,73 @@ def test_a_group_computes_what_one_process_does(pair: Pair, tiny_deepseek: Path)
 
 def test_a_follower_that_hangs_or_ends_is_lost(pair: Pair) -> None:
     os.kill(pair.process.pid, signal.SIGSTOP)
-    with torch.inference_mode(), pytest.raises(GroupLost, match=r"rank 1 .* within 2 s"):
+    with torch.inference_mode(), pytest.raises(GroupLost, match=r"rank 1 .* stood still"):
         pair.model.dense(0, torch.zeros(512, 64))
     pair.process.kill()
     with torch.inference_mode(), pytest.raises(GroupLost, match=r"rank 1 .* is gone"):
         pair.model.dense(0, torch.zeros(512, 64))
+
+
+ODD = """
+import socket, sys, time
+link = socket.socket(fileno=int(sys.argv[1]))
+for _ in range(10**6):
+    pass
+link.send(b"!")
+link.recv(65536)
+end = time.process_time() + 2.2
+while {goes_on}:
+    pass
+link.sendall(bytes(4))
+time.sleep(60)
+"""
+"""A follower that takes more than the longest standstill to answer, in time that it runs."""
+
+
+Odd = Callable[[str, float], FollowerLinks]
+
+
+@pytest.fixture
+def odd() -> Iterator[Odd]:
+    """Makes links to a follower that goes on while a condition holds, and then answers."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(goes_on: str, timeout_s: float) -> FollowerLinks:
+        ours, theirs = socket.socketpair()
+        code = ODD.format(goes_on=goes_on)
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", code, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+            )
+        started.append(process)
+        links = FollowerLinks([ours], [process.pid], timeout_s=timeout_s)
+        end = time.monotonic() + DEADLINE_S
+        links.until_loaded(lambda: not_after(end))
+        return links
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_a_follower_that_is_only_slow_is_waited_for(odd: Odd) -> None:
+    links = odd("time.process_time() < end", DEADLINE_S)
+    links.ask(Op.DENSE, 0, 0, None, [(1, 1)])
+    assert links.answers()[0].tolist() == [[0.0]]
+
+
+def test_a_follower_that_sleeps_while_it_is_asked_hangs(odd: Odd) -> None:
+    links = odd("time.sleep(60) is None", DEADLINE_S)
+    with pytest.raises(GroupLost, match=r"stood still for 1.5 s"):
+        links.ask(Op.DENSE, 0, 0, torch.zeros(1_000_000), [(1, 1)])  # more than a socket holds
+
+
+def test_a_follower_that_never_ends_is_given_up_in_the_end(odd: Odd) -> None:
+    links = odd("True", 2.0)
+    links.ask(Op.DENSE, 0, 0, None, [(1, 1)])
+    with pytest.raises(GroupLost, match=r"does not get on within 2 s"):
+        links.answers()
 
 
 def test_chunks_survive_the_way_to_a_follower() -> None:

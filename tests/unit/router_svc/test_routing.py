@@ -37,7 +37,7 @@ def choices(routes: RouteTable, layer: int, *experts: int) -> list[tuple[str, in
     found: list[tuple[str, int] | None] = [None] * len(experts)
     messages, _ = routes.route(layer, ids, torch.ones(ids.shape))
     for message in messages:
-        for pair, slot in zip(message.pairs, message.pair_slot, strict=True):
+        for pair, slot in zip(message.pairs, message.block.pair_slot, strict=True):
             found[pair] = (routes.ranks[message.rank], slot)
     return found
 

@@ -211,6 +211,15 @@ def test_impossible_lanes_are_refused_before_anything_is_loaded_or_opened() -> N
         asyncio.run(main(ctx))
 
 
+def test_a_cache_for_less_than_one_sequence_is_refused_with_the_arithmetic() -> None:
+    ctx = SimpleNamespace(
+        settings=Settings(router=RouterSettings(kv_cache_bytes=1_000_000)),
+        effective=SimpleNamespace(origin={"router.kv_cache_bytes": "default"}),
+    )
+    with pytest.raises(CannotServe, match=r"kv_cache_bytes = 1000000 \(default\): .* 64 blocks of"):
+        asyncio.run(main(ctx))
+
+
 def test_a_group_that_cannot_share_the_model_is_refused_with_the_arithmetic() -> None:
     ctx = SimpleNamespace(
         settings=Settings(router=RouterSettings(tp=5)),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mesh.messages import Sampling
-from router_svc.sampler import UNDRAWABLE, Sampler, logprob_rows, uniform
+from moe_model.sampler import UNDRAWABLE, Sampler, logprob_rows, uniform
 from router_svc.sequence import Sequence, stop_ids
 
 VOCAB = 200

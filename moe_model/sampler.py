@@ -12,14 +12,16 @@ most likely first (equal ones by token id).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from mesh.messages import Logprob, Sampling
-from router_svc.sequence import Sequence
 
 Floats = npt.NDArray[np.float64]
 Probs = npt.NDArray[np.float32]
@@ -38,6 +40,27 @@ _CDF_BLOCK = 64
 _LAST_KEY = np.iinfo(np.uint64).max
 
 _MASK64 = (1 << 64) - 1
+
+
+class Sequence(Protocol):
+    """What the draw of a sequence's next token depends on, besides its logits."""
+
+    @property
+    def tokens(self) -> SequenceOf[int]:
+        """Prompt and output so far."""
+
+    @property
+    def prompt_len(self) -> int: ...
+
+    @property
+    def num_output(self) -> int: ...
+
+    @property
+    def sampling(self) -> Sampling: ...
+
+    @property
+    def stop_ids(self) -> AbstractSet[int]:
+        """Tokens that end it, banned before ``min_tokens``."""
 
 
 def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> Floats:
@@ -73,7 +96,7 @@ def adjusts_logits(sampling: Sampling) -> bool:
 class _Batch:
     """The parameters of one composition of the batch, kept from step to step."""
 
-    rows: list[Sequence]
+    rows: SequenceOf[Sequence]
     adjusted: list[int]
     logprobs: int
     """Most alternatives any row wants, or -1."""
@@ -87,7 +110,7 @@ class _Batch:
     min_p: Probs
 
     @classmethod
-    def of(cls, rows: list[Sequence], vocab_size: int) -> _Batch:
+    def of(cls, rows: SequenceOf[Sequence], vocab_size: int) -> _Batch:
         drawn = [i for i, s in enumerate(rows) if not is_greedy(s.sampling)]
         params = [rows[i].sampling for i in drawn]
         top_k = np.array([min(p.top_k or vocab_size, vocab_size) for p in params], dtype=np.int64)
@@ -117,7 +140,7 @@ class Sampler:
         self._batch = _Batch.of([], vocab_size)
 
     def draw(
-        self, logits: torch.Tensor, sequences: list[Sequence]
+        self, logits: torch.Tensor, sequences: SequenceOf[Sequence]
     ) -> tuple[list[int], list[Logprob | None]]:
         """The next token of each sequence from its row of ``logits`` ``[n, vocab]`` fp32.
 

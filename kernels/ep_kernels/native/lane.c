@@ -1,0 +1,62 @@
+/* Messages into and out of lanes; the caller's face is ep_kernels/shm/lane.py.
+ */
+#define _POSIX_C_SOURCE 199309L
+#include "lane.h"
+
+/* What was read before this, flag or doorbell, was read before what is read after it. */
+void moemesh_lane_acquire(void) { __atomic_thread_fence(__ATOMIC_ACQUIRE); }
+
+/* Put a part into a slot: rows of x [.., hidden] fp32 (NULL: they are there already) and pairs.
+ * block: rows [tokens], then each pair's token, slot, expert and weight [pairs]. */
+void moemesh_lane_send(const ring_slot *at, const float *x, const int32_t *block, int32_t tokens,
+                       int32_t pairs, int64_t sequence, int64_t step, int64_t layer,
+                       int64_t epoch) {
+    size_t row = (size_t)at->hidden, ints = (size_t)pairs;
+    if (x)
+        for (int32_t i = 0; i < tokens; i++)
+            memcpy((float *)at->x + i * row, x + block[i] * row, row * sizeof(float));
+    const int32_t *pair = block + tokens;
+    if (pairs) {
+        memcpy(at->pair_token, pair, ints * sizeof(int32_t));
+        memcpy(at->pair_slot, pair + ints, ints * sizeof(int32_t));
+        memcpy(at->pair_expert, pair + 2 * ints, ints * sizeof(int32_t));
+        memcpy(at->pair_weight, pair + 3 * ints, ints * sizeof(float));
+    }
+    const int64_t header[] = {sequence, step, layer, epoch, tokens, pairs, lane_now()};
+    memcpy(at->request, header, sizeof header);
+    lane_publish(at->request_flag, sequence);
+}
+
+int32_t moemesh_lane_request(const ring_slot *at, int64_t flag, int64_t *header) {
+    return lane_request(at, flag, header);
+}
+
+/* An arrival: lane, slot, fault, flag, then the header. */
+enum { LANE, SLOT, FAULT, FLAG, HEADER, ARRIVAL_INTS = HEADER + REQUEST_INTS };
+
+/* Parts whose flag has changed since it was last seen -> found [parts][ARRIVAL_INTS], which has room
+ * for every slot; returns their number. */
+int32_t moemesh_lane_arrivals(const lane_end *lanes, int32_t count, int64_t *found) {
+    int32_t parts = 0;
+    moemesh_lane_acquire();
+    for (int32_t lane = 0; lane < count; lane++) {
+        const lane_end *end = lanes + lane;
+        for (int64_t slot = 0; slot < end->count; slot++) {
+            int64_t flag = lane_flag(end->slots[slot]->request_flag);
+            if (flag == end->seen[slot]) continue;
+            end->seen[slot] = flag;
+            found[LANE] = lane;
+            found[SLOT] = slot;
+            found[FAULT] = lane_request(end->slots[slot], flag, found + HEADER);
+            found[FLAG] = flag;
+            found += ARRIVAL_INTS;
+            parts++;
+        }
+    }
+    return parts;
+}
+
+void moemesh_lane_answer(const ring_slot *at, int64_t sequence, int64_t status, int64_t began_ns,
+                         int64_t compute_ns, int64_t rows) {
+    lane_answer(at, sequence, status, began_ns, compute_ns, rows);
+}
