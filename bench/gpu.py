@@ -39,6 +39,7 @@ SECTIONS = {
     "attention": "gpu_mesh",
     "rows": "gpu_mesh",
     "sampling": "gpu_mesh",
+    "mesh": "gpu_serve",
 }
 """Each section's module, in the order in which they run. The parent imports none of them."""
 SECTION_SECONDS = 100.0

@@ -3,8 +3,9 @@
 #
 #     bench/gpu.sh [--only NAME] [--json FILE]
 #
-# Needs Python with torch and triton; nothing has to be installed from here. Prints one table, writes
-# one JSON file (gpu.json), and exits 1 when a section failed. See bench/gpu.py.
+# Needs Python with torch and triton; nothing has to be installed from here, but for the last section,
+# which starts a whole mesh. Prints one table, writes one JSON file (gpu.json), and exits 1 when a
+# section failed. See bench/gpu.py.
 set -eu
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}"

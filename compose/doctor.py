@@ -33,6 +33,7 @@ def findings(machine: Machine, settings: Settings) -> tuple[Finding, ...]:
         *_system(machine, settings),
         *_torch(machine),
         *_gpus(machine),
+        *_devices(machine, settings),
         *_planes(machine, settings),
         *_limits(machine, settings),
     )
@@ -136,6 +137,32 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
         )
     else:
         yield _ok("Triton", f"{machine.packages['triton']} with {machine.compiler}")
+
+
+def _devices(machine: Machine, settings: Settings) -> Iterator[Finding]:
+    """Whether the devices that services are to compute on are here."""
+    wanted = {"router.device": settings.router.device, "expert.device": settings.expert.device}
+    for key, device in wanted.items():
+        if device == "cpu":
+            continue
+        gpus = 0 if machine.torch is None else len(machine.torch.gpus)
+        index = int(device.partition(":")[2] or 0)
+        if "triton" not in machine.packages:
+            lacks = "Triton is not installed"
+            extra = f"'moemesh[{_extra(machine) if machine.driver else 'gpu'}]'"
+            advice = f"pip install {'triton' if device == 'interpreter' else extra}"
+        elif device != "interpreter" and index >= gpus:
+            lacks = f"torch sees {gpus} GPUs" + (", counted from 0" if gpus else "")
+            advice = "another device, or what `driver` says above"
+        else:
+            yield _ok(key, f"{device} is here")
+            continue
+        yield Finding(
+            about=key,
+            verdict="fault",
+            found=f"{device}, and {lacks}",
+            advice=f"{advice}, or {key} = cpu",
+        )
 
 
 def _driver(machine: Machine, torch: Torch | None) -> Finding:

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ class BundleServer:
         self,
         net: Net,
         address: str,
-        table: SlotTable,
+        table: SlotTable[Any],
         *,
         on_corrupt: Callable[[int, int, Held], None],
         log: FilteringBoundLogger,

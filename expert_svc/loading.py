@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
+from ep_kernels.bank import Bank, LoadedExpert
 from ep_kernels.bundle import BundleError, checksum, checksum_of, largest_bundle, open_bundle
-from ep_kernels.grouped_ffn import ExpertBank, ExpertWeights
 from ep_kernels.packed import Storage
 from ep_kernels.shadow import checkpoint_row, shadow_fault, shadow_row
 
@@ -57,7 +57,7 @@ class PeerError(LoadError):
 class Held:
     """An expert in memory, right as far as is known; may serve in several slots. Immutable."""
 
-    weights: ExpertWeights
+    weights: LoadedExpert
     checksum: bytes
     """Of its bundle, when it was loaded."""
     shadow: torch.Tensor
@@ -78,14 +78,13 @@ Fetch = Callable[[Source, int, int, threading.Event], Fetched]
 ``SupersededError`` soon after ``superseded`` is set."""
 
 
-def from_checkpoint(
-    bank: ExpertBank, read: ReadExpert, layer: int, expert: int
-) -> tuple[Held, int]:
+def from_checkpoint(bank: Bank, read: ReadExpert, layer: int, expert: int) -> tuple[Held, int]:
     """The expert and how many bytes were read. Raises ``LoadError``."""
     with _as_load_errors():
         tensors = read(layer, expert)
         kept = bank.keep(*tensors)
-        rounded = bank.kind == "fp16" or Storage.FP16 in {kept.gate_up.storage, kept.down.storage}
+        stored = {kept.gate_up.storage, kept.down.storage}
+        rounded = bank.narrow or bank.kind == "fp16" or Storage.FP16 in stored
         digest = checksum_of(kept, layer, expert)
         weights = bank.pack(kept)
         row = shadow_row(weights, layer, expert, bank.hidden)
@@ -95,7 +94,7 @@ def from_checkpoint(
 
 
 def from_peer(
-    bank: ExpertBank,
+    bank: Bank,
     fetch: Fetch,
     source: Source,
     expert: int,
@@ -115,7 +114,7 @@ def from_peer(
         if checksum_of(weights.kept(), source.layer, expert) != fetched.checksum:
             raise LoadError("checksum", "what was loaded does not have the bundle's checksum")
         row = shadow_row(weights, source.layer, expert, bank.hidden)
-        if fault := shadow_fault(row, fetched.shadow, exact=bank.exact):
+        if fault := shadow_fault(row, fetched.shadow, rounded=bank.narrow, exact=bank.exact):
             raise LoadError("shadow", fault)
         return Held(weights, fetched.checksum, row), size
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import get_args
+from typing import Any, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from expert_svc.bundles import BundleServer
 from expert_svc.loading import FaultKind
 from expert_svc.slots import SlotTable
-from expert_svc.worker import Worker
+from expert_svc.worker import ComputeThread
 from mesh.metrics import PREFIX
 from mesh.placement import EMPTY
 
@@ -26,9 +26,11 @@ _COUNTERS = {
 
 
 class ExpertCollector(Collector):
-    """Figures of one ``Worker``, its slots and bundles; no label per layer or expert."""
+    """Figures of one worker, its slots and bundles; no label per layer or expert."""
 
-    def __init__(self, worker: Worker, table: SlotTable, bundles: BundleServer) -> None:
+    def __init__(
+        self, worker: ComputeThread[Any], table: SlotTable[Any], bundles: BundleServer
+    ) -> None:
         self._worker = worker
         self._table = table
         self._bundles = bundles

@@ -15,19 +15,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import torch
 from ep_kernels.plane import ExpertPlane, PlaneError
 from ep_kernels.planes import Listening, expert_plane
 from ep_kernels.tcp.expert import TcpExpertPlane
 from ep_kernels.tcp.handshake import new_key
+from ep_kernels.triton.device import DeviceUnavailable
 
 from expert_svc.bundles import BundleClient, BundleServer
+from expert_svc.engines import Engine, open_engine
 from expert_svc.heap import trim_heap
 from expert_svc.loading import Fetch, Held, SupersededError
 from expert_svc.metrics import ExpertCollector
 from expert_svc.slots import Applied, Fault, SlotError, SlotTable
-from expert_svc.worker import Worker
+from expert_svc.worker import ComputeThread
 from mesh.addresses import TCP, join, ports_of
 from mesh.hosts import advertised, host_id, listen_host
 from mesh.member import Command, Member, RefusedByPlanner
@@ -41,7 +44,7 @@ from mesh.service import CannotServe, Context
 from mesh.supervise import Supervisor
 from moe_model.checkpoint import Checkpoint
 from moe_model.errors import CheckpointError
-from moe_model.experts import new_bank, read_expert
+from moe_model.experts import read_expert
 from moe_model.shipped import checkpoint_dir
 from moe_model.spec import ModelSpec, load_spec, serving_digest
 from moe_model.tensors import TensorTable
@@ -65,8 +68,8 @@ class ExpertWorker:
     def __init__(
         self,
         ctx: Context,
-        table: SlotTable,
-        worker: Worker,
+        table: SlotTable[Any],
+        worker: ComputeThread[Any],
         *,
         lanes: LanePlaces,
         digest: str,
@@ -233,6 +236,7 @@ class ExpertWorker:
         )
         if applied.loaded:
             trim_heap()
+        self._worker.warm_up(self._report)
         return applied
 
     def _on_fault(self, fault: Fault) -> None:
@@ -364,12 +368,13 @@ async def main(ctx: Context) -> None:
             digest = serving_digest(
                 path, settings.model.weights, settings.model.exact, settings.router.tp
             )
-            table = _open_table(ctx, path, spec, BundleClient(ctx.net).fetch, stack)
+            engine = open_engine(settings, spec)
+            table = _open_table(ctx, path, spec, engine, BundleClient(ctx.net).fetch, stack)
             plane, lanes = _open_lanes(ctx, spec.hidden_size, digest)
-        except (CheckpointError, PlaneError) as error:
+        except (CheckpointError, PlaneError, DeviceUnavailable) as error:
             raise CannotServe(str(error)) from error
         stack.callback(plane.close)
-        worker = Worker(plane, table)
+        worker = engine.new_worker(plane, table)
         expert = ExpertWorker(ctx, table, worker, lanes=lanes, digest=digest)
         server = BundleServer(
             ctx.net,
@@ -417,16 +422,20 @@ def _open_lanes(ctx: Context, hidden: int, digest: str) -> tuple[ExpertPlane, La
 
 
 def _open_table(
-    ctx: Context, path: Path, spec: ModelSpec, fetch: Fetch, stack: ExitStack
-) -> SlotTable:
+    ctx: Context,
+    path: Path,
+    spec: ModelSpec,
+    engine: Engine,
+    fetch: Fetch,
+    stack: ExitStack,
+) -> SlotTable[Any]:
     checkpoint = stack.enter_context(Checkpoint(path))
     # Slots may name any expert later: a gap in the checkpoint is to show before anyone is served.
     checkpoint.check(TensorTable(spec).experts())
-    model = ctx.settings.model
     return SlotTable(
         spec.moe_layers,
         spec.num_experts,
-        lambda num_slots: new_bank(spec, num_slots, weights=model.weights, exact=model.exact),
+        engine.new_bank,
         lambda layer, index: read_expert(checkpoint, spec, layer, index),
         fetch=fetch,
         max_slots=ctx.settings.expert.slots_per_layer,

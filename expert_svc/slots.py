@@ -14,8 +14,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import Generic, TypeVar
 
-from ep_kernels.grouped_ffn import ExpertBank
+from ep_kernels.bank import Bank
 
 from expert_svc.loading import (
     FaultKind,
@@ -31,6 +32,9 @@ from expert_svc.loading import (
 from expert_svc.pace import Pace
 from mesh.messages import SlotFault, Source
 from mesh.placement import EMPTY
+
+B = TypeVar("B", bound=Bank)
+"""The kind of bank: what a compute thread takes."""
 
 
 class SlotError(Exception):
@@ -96,10 +100,10 @@ class _Job:
         self.loaded = self.from_peers = self.loaded_bytes = 0
 
 
-class SlotTable:
+class SlotTable(Generic[B]):
     """All slots of this worker.
 
-    ``banks`` maps a MoE layer to its ``ExpertBank``; hold ``lock`` from looking a bank up until
+    ``banks`` maps a MoE layer to its bank; hold ``lock`` from looking a bank up until
     done with it. ``epoch`` is that of the placement applied last.
     """
 
@@ -107,7 +111,7 @@ class SlotTable:
         self,
         moe_layers: tuple[int, ...],
         num_experts: int,
-        new_bank: Callable[[int], ExpertBank],
+        new_bank: Callable[[int], B],
         read_expert: ReadExpert,
         *,
         fetch: Fetch | None = None,
@@ -117,7 +121,7 @@ class SlotTable:
         Without ``fetch`` no expert comes from a peer.
         """
         self.lock = threading.Lock()
-        self.banks: dict[int, ExpertBank] = {}
+        self.banks: dict[int, B] = {}
         self.epoch = 0
         self.tally = LoadTally()
         self.to_load = 0

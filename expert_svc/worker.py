@@ -8,9 +8,11 @@ first, since one pass over its weights then serves most tokens; a part that has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
+from typing import Generic
 
 import numpy as np
 import torch
@@ -18,10 +20,10 @@ from ep_kernels.few import FewBanks
 from ep_kernels.grouped_ffn import ExpertBank
 from ep_kernels.plane import AnswerStatus, Arrival, ExpertPlane
 
-from expert_svc.slots import SlotTable
+from expert_svc.slots import B, SlotTable
 from mesh.layer_groups import LayerGroups
 
-_IDLE_WAIT_S = 5.0
+IDLE_WAIT_S = 5.0
 """Longest sleep without work. Arrivals, dead lanes and ``stop`` all wake the thread by themselves;
 this bounds the harm of a wake-up lost to a defect."""
 _MOST_PASSES = 8
@@ -49,24 +51,102 @@ class Tally:
     """Everything but ``wait_ns``; less ``ffn_ns`` and ``signal_ns`` it is Python's share."""
 
 
-class Worker:
-    """Serves ``plane`` from the slots of ``table`` until ``stop``."""
+class ComputeThread(ABC, Generic[B]):
+    """What serves ``plane`` from the slots of ``table`` until ``stop``, apart from how it computes:
+    which parts come next, what is answered, and the tallies.
+    """
 
-    def __init__(self, plane: ExpertPlane, table: SlotTable) -> None:
+    def __init__(self, plane: ExpertPlane, table: SlotTable[B]) -> None:
         self.tally = Tally()
         self.layers = LayerGroups(max(table.moe_layers, default=0) + 1)
         self.layer_ffn_ns = [0] * len(self.layers.labels)
         """``ffn_ns`` by group of layers."""
         self._plane = plane
         self._table = table
-        self._few = FewBanks(max(table.moe_layers, default=-1) + 1)
-        self._few_banks = 0
         self._stopping = False
         self._waiting: dict[tuple[int, bool], list[Arrival]] = {}
         self._passes = 0
 
+    @abstractmethod
     def run(self) -> None:
         """The thread's body; calls everything of the plane but ``wake``. Returns after ``stop``."""
+
+    def warm_up(self, progress: Callable[[float], None]) -> None:
+        """Make ready what computing with the slots as they are now needs. On the loader thread, as
+        is ``progress``, called now and then.
+        """
+
+    @property
+    def corrupt_lanes(self) -> int:
+        """Lanes dropped because a router wrote nonsense, since start. Any thread."""
+        return self._plane.corrupt_lanes
+
+    def wake(self) -> None:
+        """Make a thread without work take a turn. Any thread."""
+        self._plane.wake()
+
+    def stop(self) -> None:
+        """Make ``run`` return soon. Any thread."""
+        self._stopping = True
+        self._plane.wake()
+
+    def _bank_for(self, part: Arrival) -> B | None:
+        """The bank to run ``part`` in, or None when a slot does not hold what the part names.
+
+        The rule that keeps every placement right: see "Placement, epochs" in the architecture.
+        """
+        bank = self._table.banks.get(part.layer)
+        fits = bank is not None and bank.matches(part.pair_slot, part.pair_expert)
+        return bank if fits else None
+
+    def _line_up(self, arrivals: list[Arrival]) -> None:
+        # Apart from ``run``, whose frame would hold the last one, and with it the memory of its
+        # lane, long after the router has gone.
+        for arrival in arrivals:
+            self._waiting.setdefault((arrival.layer, arrival.exact), []).append(arrival)
+
+    def _next_group(self) -> list[Arrival]:
+        """The parts of the layer with most waiting tokens, or those passed over too often."""
+        waiting = self._waiting
+        oldest = next(iter(waiting))
+        if len(waiting) == 1 or self._passes >= _MOST_PASSES:
+            chosen = oldest
+        else:
+            chosen = max(waiting, key=lambda key: sum(part.x.shape[0] for part in waiting[key]))
+        self._passes = 0 if chosen == oldest else self._passes + 1
+        return waiting.pop(chosen)
+
+    def _answer(self, part: Arrival, began_ns: int, ffn_ns: int) -> None:
+        tally = self.tally
+        began = perf_counter_ns()
+        self._plane.answer(part, AnswerStatus.OK, began_ns, ffn_ns)
+        tally.signal_ns += perf_counter_ns() - began
+        self._count(part.layer, ffn_ns, part.x.shape[0], part.pair_slot.size)
+
+    def _count(self, layer: int, ffn_ns: int, tokens: int, pairs: int) -> None:
+        """An answered part."""
+        tally = self.tally
+        tally.ffn_ns += ffn_ns
+        self.layer_ffn_ns[self.layers.of(layer)] += ffn_ns
+        tally.parts += 1
+        tally.tokens += tokens
+        tally.pairs += pairs
+
+    def _refuse(self, part: Arrival) -> None:
+        self.tally.stale += 1
+        self._plane.answer(part, AnswerStatus.STALE, 0, 0)
+
+
+class Worker(ComputeThread[ExpertBank]):
+    """Computes on this thread, in the lanes' own memory."""
+
+    def __init__(self, plane: ExpertPlane, table: SlotTable[ExpertBank]) -> None:
+        super().__init__(plane, table)
+        self._few = FewBanks(max(table.moe_layers, default=-1) + 1)
+        self._few_banks = 0
+
+    def run(self) -> None:
+        """See ``ComputeThread``."""
         plane, tally, waiting = self._plane, self.tally, self._waiting
         with torch.inference_mode():
             woke = perf_counter_ns()
@@ -83,23 +163,9 @@ class Worker:
                 else:
                     slept = perf_counter_ns()
                     tally.awake_ns += slept - woke
-                    plane.wait(_IDLE_WAIT_S)
+                    plane.wait(IDLE_WAIT_S)
                     woke = perf_counter_ns()
                     tally.wait_ns += woke - slept
-
-    @property
-    def corrupt_lanes(self) -> int:
-        """Lanes dropped because a router wrote nonsense, since start. Any thread."""
-        return self._plane.corrupt_lanes
-
-    def wake(self) -> None:
-        """Make a thread without work take a turn. Any thread."""
-        self._plane.wake()
-
-    def stop(self) -> None:
-        """Make ``run`` return soon. Any thread."""
-        self._stopping = True
-        self._plane.wake()
 
     def _serve_few(self) -> bool:
         """Serve the part that has come, if it is the only one and small, by one call into C."""
@@ -162,52 +228,6 @@ class Worker:
         for part in valid:
             self._answer(part, began, ffn_ns * part.x.shape[0] // max(tokens, 1))
         self.tally.calls += 1
-
-    def _bank_for(self, part: Arrival) -> ExpertBank | None:
-        """The bank to run ``part`` in, or None when a slot does not hold what the part names.
-
-        The rule that keeps every placement right: see "Placement, epochs" in the architecture.
-        """
-        bank = self._table.banks.get(part.layer)
-        fits = bank is not None and bank.matches(part.pair_slot, part.pair_expert)
-        return bank if fits else None
-
-    def _line_up(self, arrivals: list[Arrival]) -> None:
-        # Apart from ``run``, whose frame would hold the last one, and with it the memory of its
-        # lane, long after the router has gone.
-        for arrival in arrivals:
-            self._waiting.setdefault((arrival.layer, arrival.exact), []).append(arrival)
-
-    def _next_group(self) -> list[Arrival]:
-        """The parts of the layer with most waiting tokens, or those passed over too often."""
-        waiting = self._waiting
-        oldest = next(iter(waiting))
-        if len(waiting) == 1 or self._passes >= _MOST_PASSES:
-            chosen = oldest
-        else:
-            chosen = max(waiting, key=lambda key: sum(part.x.shape[0] for part in waiting[key]))
-        self._passes = 0 if chosen == oldest else self._passes + 1
-        return waiting.pop(chosen)
-
-    def _answer(self, part: Arrival, began_ns: int, ffn_ns: int) -> None:
-        tally = self.tally
-        began = perf_counter_ns()
-        self._plane.answer(part, AnswerStatus.OK, began_ns, ffn_ns)
-        tally.signal_ns += perf_counter_ns() - began
-        self._count(part.layer, ffn_ns, part.x.shape[0], part.pair_slot.size)
-
-    def _count(self, layer: int, ffn_ns: int, tokens: int, pairs: int) -> None:
-        """An answered part."""
-        tally = self.tally
-        tally.ffn_ns += ffn_ns
-        self.layer_ffn_ns[self.layers.of(layer)] += ffn_ns
-        tally.parts += 1
-        tally.tokens += tokens
-        tally.pairs += pairs
-
-    def _refuse(self, part: Arrival) -> None:
-        self.tally.stale += 1
-        self._plane.answer(part, AnswerStatus.STALE, 0, 0)
 
 
 def _run_joined(bank: ExpertBank, parts: Sequence[Arrival]) -> None:

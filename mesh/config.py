@@ -240,6 +240,10 @@ _NOT_NEGATIVE = _Rule(lambda v: 0 <= v < float("inf"), "expected 0 or more")
 _PORT = _Rule(lambda v: 0 <= v <= 65535, "expected a port, 0 to 65535 (0: any free one)")
 _HOST = _Rule(bool, "expected a host name or address")
 _NAME = _Rule(lambda v: not name_fault(v), NAME_EXPECTED)
+_DEVICE = _Rule(
+    lambda v: re.fullmatch("cpu|interpreter|cuda(:[0-9]{1,3})?", v) is not None,
+    "expected cpu, cuda, cuda:N or interpreter",
+)
 
 
 def _are_ports(text: str) -> bool:
@@ -264,6 +268,7 @@ _RULES: Mapping[str, _Rule] = {
     "gateway.max_body_bytes": _POSITIVE,
     "gateway.request_timeout_s": _POSITIVE,
     "gateway.router_wait_s": _NOT_NEGATIVE,
+    "router.device": _DEVICE,
     "router.tp": _POSITIVE,
     "router.max_step_tokens": _POSITIVE,
     "router.max_running": _POSITIVE,
@@ -273,6 +278,7 @@ _RULES: Mapping[str, _Rule] = {
     "router.threads": _POSITIVE,
     "router.capacity_tokens": _POSITIVE,
     "router.expert_timeout_s": _POSITIVE,
+    "expert.device": _DEVICE,
     "expert.threads": _POSITIVE,
     "expert.slots_per_layer": _NOT_NEGATIVE,
     "expert.max_lanes": _POSITIVE,
@@ -358,6 +364,16 @@ def _check_values(values: Mapping[str, Any], origin: Mapping[str, str]) -> None:
             f"expected at most router.max_step_tokens = {values['router.max_step_tokens']}: "
             "each running sequence takes one token of a step",
         )
+    for key in ("router.device", "expert.device"):
+        if values[key] != "cpu" and values["model.exact"]:
+            refuse(key, "expected cpu: model.exact = true is kept on CPUs alone")
+    if values["expert.device"] != "cpu" and values["model.weights"] != "auto":
+        refuse("expert.device", "expected cpu, or model.weights = 'auto': experts there are bf16")
+    if values["router.device"] != "cpu":
+        if values["model.weights"] == "fp16":
+            refuse("router.device", "expected cpu, or model.weights = 'auto' (bf16) or 'fp32'")
+        if values["router.tp"] != 1:
+            refuse("router.device", "expected cpu, or router.tp = 1")
     if values["planner.cold_factor"] > values["planner.hot_factor"] / 2:
         refuse(
             "planner.cold_factor",

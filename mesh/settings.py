@@ -120,6 +120,10 @@ class GatewaySettings(_Section, frozen=True, kw_only=True):
 
 
 class RouterSettings(_Section, frozen=True, kw_only=True):
+    device: str = "cpu"
+    """Where attention, gate, shared experts and dense layers are computed and the KV cache is kept:
+    cpu, cuda, cuda:N or interpreter, as expert.device. On a GPU weights and cache are bf16, or fp32
+    with model.weights = "fp32". Needs tp = 1."""
     tp: int = 1
     """Processes that compute one router's attention, shared experts and dense layers together, on
     one host, each with its part of the weights: tensor parallelism. The model's attention heads
@@ -160,6 +164,11 @@ class RouterSettings(_Section, frozen=True, kw_only=True):
 
 
 class ExpertSettings(_Section, frozen=True, kw_only=True):
+    device: str = "cpu"
+    """Where experts are kept and computed: cpu, cuda (the first GPU that the process sees), cuda:N,
+    or interpreter: the GPU's kernels on the CPU by Triton's interpreter, to check them, thousands
+    of times slower. On a GPU weights are bf16 whatever the checkpoint's type. See
+    docs/devices.md."""
     threads: int = 1
     """OpenMP threads of the grouped FFN."""
     slots_per_layer: int = 0

@@ -2,7 +2,7 @@
 
 Import layers, each over those below it::
 
-    reference
+    reference        device (a router's model on a GPU; the only one that needs Triton)
     forward          model  shard_model  sampler
     experts          attention  gate  layers  plan  kv_cache  rope
     checkpoint       (needs torch from here up)

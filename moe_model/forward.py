@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Protocol
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from moe_model.architecture import ModelSpec
 from moe_model.experts import ExpertClient, Ticket
-from moe_model.kv_cache import KVCache
-from moe_model.plan import StepPlan
+from moe_model.plan import Chunk
+
+MakeClient: TypeAlias = Callable[[bytes], ExpertClient]
+"""``decodes -> client`` of one micro-batch: a byte a token, 1 if it belongs to a decode step."""
+
+Computed: TypeAlias = Callable[[int, int, int], None]
+"""``(layer, began_ns, ended_ns)``: a device computed for a layer. See ``RouterModel.clients``."""
 
 
 class LayerModel(Protocol):
-    """What the loop needs of a model; see ``RouterModel``, which others may wrap."""
+    """What the loop needs of a model; see ``RouterModel``, which others may wrap. Plan and cache
+    are the model's own kind.
+    """
 
     spec: ModelSpec
 
-    def embed(self, plan: StepPlan) -> torch.Tensor: ...
+    def embed(self, plan: Any) -> torch.Tensor: ...
 
-    def attend(self, layer: int, h: torch.Tensor, plan: StepPlan, kv: KVCache) -> torch.Tensor: ...
+    def attend(self, layer: int, h: torch.Tensor, plan: Any, kv: Any) -> torch.Tensor: ...
 
     def dense(self, layer: int, h: torch.Tensor) -> torch.Tensor: ...
 
@@ -31,8 +38,25 @@ class LayerModel(Protocol):
     def shared(self, layer: int, x: torch.Tensor) -> torch.Tensor | None: ...
 
 
+class ServedModel(LayerModel, Protocol):
+    """What a router's engine needs of a model; see ``RouterModel``."""
+
+    @property
+    def waited_ns(self) -> int: ...
+
+    def kv_bytes_per_block(self, block_size: int) -> int: ...
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> Any: ...
+
+    def plan(self, chunks: Sequence[Chunk], block_size: int = 16) -> Any: ...
+
+    def logits(self, h_rows: torch.Tensor) -> torch.Tensor: ...
+
+    def clients(self, make: MakeClient, computed: Computed) -> MakeClient: ...
+
+
 def forward(
-    model: LayerModel, plan: StepPlan, kv: KVCache, experts: ExpertClient
+    model: LayerModel, plan: Any, kv: Any, experts: ExpertClient
 ) -> Generator[Ticket, None, torch.Tensor]:
     """Run all layers of one micro-batch; writes its tokens to ``kv``.
 

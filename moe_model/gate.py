@@ -14,6 +14,19 @@ from ep_kernels.packed import is_dispatch_bound, pack_linear
 from moe_model.architecture import GateSpec
 
 
+def gate_rule(spec: GateSpec, num_experts: int, top_k: int) -> GateRule:
+    return GateRule(
+        num_experts,
+        top_k,
+        spec.scoring,
+        spec.num_groups,
+        spec.topk_groups,
+        spec.normalise,
+        spec.norm_epsilon,
+        spec.scaling_factor,
+    )
+
+
 class Gate:
     """``x [n, hidden]`` -> experts ``[n, k]`` int32 and their weights ``[n, k]`` fp32.
 
@@ -30,16 +43,7 @@ class Gate:
         *,
         exact: bool,
     ) -> None:
-        rule = GateRule(
-            weight.shape[0],
-            top_k,
-            spec.scoring,
-            spec.num_groups,
-            spec.topk_groups,
-            spec.normalise,
-            spec.norm_epsilon,
-            spec.scaling_factor,
-        )
+        rule = gate_rule(spec, weight.shape[0], top_k)
         self._linear = pack_linear(weight, "fp32", exact=exact)
         self._choose = GateKernel(rule, bias)
         self._weight = weight if not exact and is_dispatch_bound(*weight.shape) else None

@@ -22,6 +22,7 @@ from moe_model.attention.core import span_rows
 from moe_model.attention.gqa import GroupedQueryAttention, gqa_turns
 from moe_model.attention.mla import LatentAttention, expand_rule, mla_turns
 from moe_model.checkpoint import Checkpoint
+from moe_model.forward import Computed, MakeClient
 from moe_model.gate import Gate
 from moe_model.kv_cache import KVCache
 from moe_model.kv_size import row_stride
@@ -99,6 +100,14 @@ class RouterModel:
     def waited_ns(self) -> int:
         """Time spent waiting for other processes that compute with this one, since start."""
         return 0
+
+    def clients(self, make: MakeClient, computed: Computed) -> MakeClient:
+        """What makes the clients that this model's rows can be given to: ``make``, whose clients
+        take and give rows on the CPU. ``computed(layer, began_ns, ended_ns)`` is told of time that
+        passed between a layer's calls here and its rows; here none does.
+        """
+        del computed
+        return make
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes that one KV block of ``block_size`` tokens takes over all layers."""
@@ -198,7 +207,7 @@ def load_parts(
     report = progress or (lambda _share: None)
     with Checkpoint(path) as checkpoint, torch.inference_mode():
         checkpoint.check(table.router())
-        reader = _Reader(checkpoint, table, shard)
+        reader = Reader(checkpoint, table, shard)
         rope = Rope(spec.rope, spec.max_context)
         embeddings = reader.owned("embedding")
         final_norm = RmsNorm(reader.owned("final_norm"), spec.norm_eps)
@@ -221,7 +230,7 @@ def load_parts(
     )
 
 
-class _Reader:
+class Reader:
     """Tensors by role, as far as the shard holds them."""
 
     def __init__(self, checkpoint: Checkpoint, table: TensorTable, shard: Shard) -> None:
@@ -241,13 +250,13 @@ class _Reader:
         return {role: self.owned(role, layer) for role in roles if self.shard.holds(role)}
 
 
-def _load_layer(spec: ModelSpec, reader: _Reader, layer: int, kind: Weights, exact: bool) -> Layer:
+def _load_layer(spec: ModelSpec, reader: Reader, layer: int, kind: Weights, exact: bool) -> Layer:
     roles = [role for role in reader.table.layer_roles(layer) if reader.shard.holds(role)]
 
     def ffn(prefix: str) -> SwiGlu | None:
         if f"{prefix}_gate" not in roles:
             return None
-        gate, up, down = (reader.tensor(f"{prefix}_{part}", layer) for part in _FFN_PARTS)
+        gate, up, down = (reader.tensor(f"{prefix}_{part}", layer) for part in FFN_PARTS)
         return SwiGlu(gate, up, down, kind=kind, exact=exact)
 
     gate = None
@@ -271,11 +280,11 @@ def _load_layer(spec: ModelSpec, reader: _Reader, layer: int, kind: Weights, exa
     )
 
 
-_FFN_PARTS = ("gate", "up", "down")
+FFN_PARTS = ("gate", "up", "down")
 
 
 def _load_attention(
-    spec: ModelSpec, reader: _Reader, layer: int, kind: Weights, exact: bool
+    spec: ModelSpec, reader: Reader, layer: int, kind: Weights, exact: bool
 ) -> Attention:
     weights = reader.role_map(reader.table.attention_roles, layer)
     attention = reader.shard.attention

@@ -174,7 +174,7 @@ def plan_step(
     for chunk in chunks:
         start, table = chunk.start, chunk.block_table
         count = len(chunk.token_ids)
-        _check(chunk, count, size, max_context)
+        check_chunk(chunk, count, size, max_context)
         (singles if count == 1 else spans).append((len(tokens), chunk))
         tokens += chunk.token_ids
         if count == 1:
@@ -202,7 +202,8 @@ def plan_step(
     )
 
 
-def _check(chunk: Chunk, count: int, block_size: int, max_context: int) -> None:
+def check_chunk(chunk: Chunk, count: int, block_size: int, max_context: int) -> None:
+    """Raise ``ValueError`` for a chunk of ``count`` tokens that no step can take."""
     end = chunk.start + count
     if count == 0:
         raise ValueError("a chunk needs at least one token")

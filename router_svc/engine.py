@@ -21,7 +21,7 @@ from structlog.typing import FilteringBoundLogger
 from mesh.layer_groups import LayerGroups
 from mesh.messages import Delta, FinishReason, Rejected, Submit, View
 from mesh.settings import RouterSettings
-from moe_model.model import RouterModel
+from moe_model.forward import ServedModel
 from router_svc.blocks import BlockManager
 from router_svc.exchange import (
     Cancellation,
@@ -55,7 +55,7 @@ class _StoppedError(Exception):
     """``stop`` was called while a step waited for experts."""
 
 
-def kv_cache_blocks(model: RouterModel, settings: RouterSettings) -> int:
+def kv_cache_blocks(model: ServedModel, settings: RouterSettings) -> int:
     """Blocks of the KV cache: what ``router.kv_cache_bytes`` holds or, where that is 0, room for
     16 sequences of full length within 1 GiB; never less than one such sequence needs.
     """
@@ -80,7 +80,7 @@ class Engine:
 
     def __init__(
         self,
-        model: RouterModel,
+        model: ServedModel,
         plane: RouterPlane,
         settings: RouterSettings,
         *,

@@ -14,11 +14,13 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
+from ep_kernels.triton.device import open_device
 
 from mesh.service import CannotServe, Context, ExitCode
+from moe_model.forward import ServedModel
 from moe_model.model import RouterModel, load_router_model
 from moe_model.shard_model import load_shard
 from router_svc.follower import Assignment
@@ -44,7 +46,7 @@ class Group(Protocol):
     async def watch(self) -> None:
         """Raises ``GroupLost`` when one of the others ends, ``CannotServe`` when it cannot load."""
 
-    def load(self, progress: Progress) -> RouterModel:
+    def load(self, progress: Progress) -> ServedModel:
         """The model, once every process has its part. ``progress`` gets the share that this one has
         done, 1.0 again and again while it waits for the others; it may raise. Raises
         ``CheckpointError`` and ``GroupLost``.
@@ -70,7 +72,7 @@ class Alone:
     async def watch(self) -> None:
         pass
 
-    def load(self, progress: Progress) -> RouterModel:
+    def load(self, progress: Progress) -> ServedModel:
         model = self._model
         return load_router_model(
             self._path, weights=model.weights, exact=model.exact, progress=progress
@@ -78,6 +80,22 @@ class Alone:
 
     async def close(self) -> None:
         pass
+
+
+class OnDevice(Alone):
+    """The same on a device."""
+
+    def __init__(self, ctx: Context, path: Path) -> None:
+        """Raises ``DeviceUnavailable``."""
+        super().__init__(ctx, path)
+        self._device = open_device(ctx.settings.router.device)
+
+    def load(self, progress: Progress) -> ServedModel:
+        # Imported here: a router on a CPU needs no Triton, and takes no time to load it.
+        from moe_model.device.model import load_device_model  # noqa: PLC0415
+
+        weights: Literal["auto", "fp32"] = "fp32" if self._model.weights == "fp32" else "auto"
+        return load_device_model(self._path, self._device, weights=weights, progress=progress)
 
 
 class Several:

@@ -10,14 +10,14 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
+from typing import Any
 
 import torch
 
 from mesh.layer_groups import LayerGroups
 from mesh.metrics import REQUEST_SECONDS, Buckets
-from moe_model.kv_cache import KVCache
-from moe_model.model import RouterModel
-from moe_model.plan import Chunk, StepPlan
+from moe_model.forward import MakeClient, ServedModel
+from moe_model.plan import Chunk
 
 _SPANS = 32
 """As many tensor operations as other micro-batches run between a dispatch and its combine."""
@@ -132,24 +132,31 @@ def uncovered_ns(begin: int, end: int, spans: Iterable[tuple[int, int]]) -> int:
 class TimedModel:
     """A router's model with a clock beside each call."""
 
-    def __init__(self, model: RouterModel, times: Times) -> None:
+    def __init__(self, model: ServedModel, times: Times) -> None:
         self.spec = model.spec
         self._model = model
         self._times = times
 
-    def plan(self, chunks: Sequence[Chunk], block_size: int = 16) -> StepPlan:
+    def clients(self, make: MakeClient) -> MakeClient:
+        """See ``RouterModel``; called once."""
+        return self._model.clients(make, self._computed)
+
+    def _computed(self, layer: int, began_ns: int, ended_ns: int) -> None:
+        self._times.attention_ns += self._times.computed(layer, began_ns, ended_ns)
+
+    def plan(self, chunks: Sequence[Chunk], block_size: int = 16) -> Any:
         started = perf_counter_ns()
         plan = self._model.plan(chunks, block_size)
         self._times.plan_ns += perf_counter_ns() - started
         return plan
 
-    def embed(self, plan: StepPlan) -> torch.Tensor:
+    def embed(self, plan: Any) -> torch.Tensor:
         started = perf_counter_ns()
         h = self._model.embed(plan)
         self._times.attention_ns += perf_counter_ns() - started
         return h
 
-    def attend(self, layer: int, h: torch.Tensor, plan: StepPlan, kv: KVCache) -> torch.Tensor:
+    def attend(self, layer: int, h: torch.Tensor, plan: Any, kv: Any) -> torch.Tensor:
         started = perf_counter_ns()
         h = self._model.attend(layer, h, plan, kv)
         self._times.attention_ns += self._times.computed(layer, started, perf_counter_ns())

@@ -17,6 +17,7 @@ import torch
 from ep_kernels.plane import LaneShape, PlaneError
 from ep_kernels.planes import router_plane
 from ep_kernels.shm.layout import lay_out
+from ep_kernels.triton.device import DeviceUnavailable
 
 from mesh.hosts import advertised, host_id
 from mesh.links import ServerLink
@@ -49,7 +50,7 @@ from moe_model.shipped import checkpoint_dir
 from moe_model.spec import ModelSpec, load_spec, serving_digest
 from router_svc.engine import Engine, answer_timeout_s
 from router_svc.exchange import EngineBusyError, Results
-from router_svc.group import Alone, Group, Several
+from router_svc.group import Alone, Group, OnDevice, Several
 from router_svc.lanes import reach
 from router_svc.loads import Loads
 from router_svc.metrics import RouterCollector
@@ -440,8 +441,15 @@ def lane_shape(settings: Settings, spec: ModelSpec) -> LaneShape:
 
 
 def router_group(ctx: Context, path: Path, spec: ModelSpec) -> Group:
-    """The processes of this router. Raises ``CannotServe`` for more than can share the model."""
+    """The processes of this router. Raises ``CannotServe`` for more than can share the model, and
+    for a device that is not there.
+    """
     router = ctx.settings.router
+    if router.device != "cpu":
+        try:
+            return OnDevice(ctx, path)
+        except DeviceUnavailable as error:
+            raise CannotServe(str(error)) from error
     if router.tp == 1:
         return Alone(ctx, path)
     if fault := shard_fault(spec, router.tp):

@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from structlog.typing import FilteringBoundLogger
 
 from mesh.messages import Logprob
 from moe_model.experts import Ticket
-from moe_model.forward import forward
-from moe_model.kv_cache import KVCache
-from moe_model.model import RouterModel
+from moe_model.forward import ServedModel, forward
 from moe_model.plan import Chunk as ModelChunk
 from moe_model.sampler import UNDRAWABLE, Sampler, logprob_rows
 from router_svc.experts import MeshExperts
@@ -67,8 +65,8 @@ class StepRunner:
 
     def __init__(
         self,
-        model: RouterModel,
-        kv: KVCache,
+        model: ServedModel,
+        kv: Any,
         experts: MeshExperts,
         *,
         micro_batches: Literal["auto", "1", "2", "3", "4"],
@@ -83,6 +81,7 @@ class StepRunner:
         self._model = TimedModel(model, times)
         self._kv = kv
         self._experts = experts
+        self._clients = self._model.clients(experts.micro_batch)
         self._fixed = None if micro_batches == "auto" else int(micro_batches)
         self._rule = MicroBatchRule()
         self._pump = pump
@@ -141,7 +140,7 @@ class StepRunner:
             kv.block_size,
         )
         decodes = b"".join(b"\1" if chunk.decodes else bytes(chunk.count) for chunk in chunks)
-        return (yield from forward(model, plan, kv, self._experts.micro_batch(decodes)))
+        return (yield from forward(model, plan, kv, self._clients(decodes)))
 
     def _advance(self, batch: _MicroBatch, result: StepResult) -> bool:
         """Run a micro-batch until it waits for experts; True when it is through, well or not."""

@@ -15,7 +15,7 @@ import struct
 
 import torch
 
-from ep_kernels.grouped_ffn import KeptExpert
+from ep_kernels.bank import KeptExpert
 from ep_kernels.packed import Matrix, Storage
 
 CHECKSUM_BYTES = 16

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import linear, silu
 
+from ep_kernels.bank import KeptExpert, LoadedExpert, SlotEmptyError, Slots
 from ep_kernels.few import FewFfn
 from ep_kernels.packed import (
     Kind,
@@ -39,22 +40,6 @@ for all pairs of an expert is worth sorting them and a call each."""
 
 _LINE_VALUES = 16
 """fp32 values in a cache line."""
-
-_EMPTY_SLOT = np.int32(-1).tobytes()
-
-
-@dataclass(frozen=True, slots=True)
-class KeptExpert:
-    """One expert's values as a bank keeps them, before they are packed: all that another process
-    needs to compute the same.
-
-    ``gate_up`` has gate's rows first: ``[2 intermediate, hidden]``, and ``down`` ``[hidden,
-    intermediate]``; both transposed when ``small``.
-    """
-
-    small: bool
-    gate_up: Matrix
-    down: Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +99,7 @@ class _Groups:
     sizes: list[int]
 
 
-class SlotEmptyError(LookupError):
-    """A pair names a slot that holds no expert; the caller must check ``holds`` first."""
-
-    def __init__(self, slot: int) -> None:
-        super().__init__(f"expert slot {slot} holds no expert")
-        self.slot = slot
-
-
-class ExpertBank:
+class ExpertBank(Slots):
     """The slots of one MoE layer on one rank.
 
     ``install``, ``clear``, ``resize``, ``run`` and ``run_rows`` exclude each other (their callers
@@ -142,16 +119,9 @@ class ExpertBank:
         kind: Kind = "auto",
         exact: bool = False,
     ) -> None:
-        if min(num_slots + 1, hidden, intermediate) < 1:
-            raise ValueError(
-                f"an expert bank needs positive sizes, got {num_slots} slots of "
-                f"hidden {hidden}, intermediate {intermediate}"
-            )
-        self.hidden = hidden
-        self.intermediate = intermediate
+        super().__init__(num_slots, hidden, intermediate)
         self.kind: Kind = kind
         self.exact = exact
-        self.holds: IntArray = np.full(num_slots, -1, dtype=np.int32)
         # Exact small experts multiply one row at a time; rows of whole cache lines are aligned
         # alike, which such products' bits may depend on.
         whole_lines = hidden % _LINE_VALUES == 0 and intermediate % _LINE_VALUES == 0
@@ -164,6 +134,11 @@ class ExpertBank:
         return len(self._experts)
 
     @property
+    def narrow(self) -> bool:
+        """Never: fp16 weights are multiplied in fp32, so two holders of them agree."""
+        return False
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all weights held."""
         return sum(expert.nbytes for expert in self._experts if expert is not None)
@@ -172,14 +147,7 @@ class ExpertBank:
         """What to keep of one expert: ``gate``, ``up`` ``[intermediate, hidden]``, ``down``
         ``[hidden, intermediate]``. Copies; raises ``ValueError`` on a wrong shape.
         """
-        inner, outer = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
-        for name, tensor, shape in (
-            ("gate", gate, inner),
-            ("up", up, inner),
-            ("down", down, outer),
-        ):
-            if tuple(tensor.shape) != shape:
-                raise ValueError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        self.check_shapes(gate, up, down)
         with torch.no_grad():
             gate_up = torch.cat([gate, up]).float()  # [2 intermediate, hidden]
             if self._small:
@@ -222,12 +190,13 @@ class ExpertBank:
         """``keep`` and ``pack`` in one call."""
         return self.pack(self.keep(gate, up, down))
 
-    def install(self, slot: int, logical_expert: int, weights: ExpertWeights) -> None:
+    def install(self, slot: int, logical_expert: int, weights: LoadedExpert) -> None:
         """Put a prepared expert into ``slot``, replacing what it holds."""
         if logical_expert < 0:
             raise ValueError(f"a logical expert is counted from 0, got {logical_expert}")
-        if isinstance(weights, SmallExpert) is not self._small:
-            raise ValueError(f"{type(weights).__name__} was prepared by a bank of another layout")
+        if not isinstance(weights, SmallExpert if self._small else PackedExpert):
+            layout = type(weights).__name__
+            raise ValueError(f"{layout} was prepared by a bank of another layout")  # noqa: TRY004
         self._experts[slot] = weights
         self.holds[slot] = logical_expert
         if isinstance(weights, SmallExpert):
@@ -254,26 +223,11 @@ class ExpertBank:
         """Have ``num_slots`` slots: new ones are empty, those beyond lose their expert, the others
         stay as they are.
         """
-        holds = np.full(num_slots, -1, dtype=np.int32)
+        holds = self.resized(num_slots)
         stay = min(num_slots, self.num_slots)
-        holds[:stay] = self.holds[:stay]
         self._few.resize(holds)
         self._experts = self._experts[:stay] + [None] * (num_slots - stay)
         self.holds = holds
-
-    def matches(self, pair_slot: IntArray, pair_expert: IntArray) -> bool:
-        """Whether every pair's slot holds the pair's logical expert. Both ``[pairs]``. Never
-        raises: numbers from a peer may be out of range.
-
-        Comparing bytes costs a microsecond; numpy's reductions cost ten.
-        """
-        try:
-            # As unsigned numbers, negative slots are out of range as well.
-            found = self.holds[pair_slot.view(np.uint32)].tobytes()
-        except IndexError:
-            return False
-        # Four bytes of ones cannot straddle two experts' numbers, so they are an empty slot.
-        return found == pair_expert.tobytes() and _EMPTY_SLOT not in found
 
     @property
     def few(self) -> FewFfn | None:

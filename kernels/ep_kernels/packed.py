@@ -49,11 +49,16 @@ class Storage(IntEnum):
     ROW_BY_ROW = 2
     ONEDNN = 3
     FP16 = 4
+    BF16 = 5
+    """Kept for a GPU; no kernel of a CPU takes it."""
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the kept values."""
-        return torch.float16 if self is Storage.FP16 else torch.float32
+        return _DTYPES.get(self, torch.float32)
+
+
+_DTYPES = {Storage.FP16: torch.float16, Storage.BF16: torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +237,8 @@ def storage_fault(
     """Why this process may not pack a matrix that another one keeps so, in words; empty when it
     may: the kernel must exist here, and the same ``kind`` and ``exact`` allow it.
     """
+    if storage is Storage.BF16:
+        return "bf16 weights are kept for a GPU"
     if storage is Storage.FP16:
         if kind == "fp32" or (exact and kind != "fp16"):
             return "fp16 weights where fp32 is asked for"

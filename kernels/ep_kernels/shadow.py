@@ -10,12 +10,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ep_kernels.grouped_ffn import ExpertWeights, reference_rows
+from ep_kernels.bank import LoadedExpert
+from ep_kernels.grouped_ffn import reference_rows
 
 _KERNEL_TOLERANCE = 1e-4
 """Two kernels that add the same fp32 products in another order differ by a hundredth of this."""
 _ROUNDING_TOLERANCE = 2e-2
-"""fp16 rounding of a true fp32 checkpoint's weights changes an answer by a tenth of this."""
+"""fp16 rounding of a true fp32 checkpoint's weights changes an answer by a tenth of this, bf16
+rounding of weights and activations by up to a half."""
 
 
 def shadow_token(layer: int, expert: int, hidden: int) -> torch.Tensor:
@@ -26,8 +28,8 @@ def shadow_token(layer: int, expert: int, hidden: int) -> torch.Tensor:
     return torch.from_numpy((steps / 64).astype(np.float32)).unsqueeze(0)
 
 
-def shadow_row(weights: ExpertWeights, layer: int, expert: int, hidden: int) -> torch.Tensor:
-    """What the expert makes of its token, ``[hidden]`` fp32. Any thread."""
+def shadow_row(weights: LoadedExpert, layer: int, expert: int, hidden: int) -> torch.Tensor:
+    """What the expert makes of its token, ``[hidden]`` fp32."""
     with torch.no_grad():
         return weights.ffn(shadow_token(layer, expert, hidden)).squeeze(0)
 

@@ -29,6 +29,18 @@ def gqa_turns(spec: GqaSpec, rope: Rope) -> Turns:
     return turns
 
 
+def paired_projections(
+    spec: GqaSpec, rope: RopeSpec, weights: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Projections of queries and keys, rows in the order that ``moe_model.rope`` turns."""
+    q, k = weights["q"], weights["k"]
+    if not rope.interleaved:
+        order = pair_order(spec.head_dim)
+        q = q.view(spec.num_heads, spec.head_dim, -1)[:, order].flatten(0, 1)
+        k = k.view(spec.num_kv_heads, spec.head_dim, -1)[:, order].flatten(0, 1)
+    return q, k
+
+
 class GroupedQueryAttention:
     """One layer. ``weights`` maps the roles q, k, v, o to ``[out, in]`` matrices."""
 
@@ -51,11 +63,7 @@ class GroupedQueryAttention:
             value_dim=dim,
             value_offset=spec.num_kv_heads * dim,
         )
-        q, k = weights["q"], weights["k"]
-        if not rope.interleaved:
-            order = pair_order(dim)
-            q = q.view(spec.num_heads, dim, -1)[:, order].flatten(0, 1)
-            k = k.view(spec.num_kv_heads, dim, -1)[:, order].flatten(0, 1)
+        q, k = paired_projections(spec, rope, weights)
         self._qkv = pack_linear(torch.cat([q, k, weights["v"]]), kind, exact=exact)
         self._o = pack_linear(weights["o"], kind, exact=exact)
 

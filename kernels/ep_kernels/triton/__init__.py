@@ -23,6 +23,9 @@ arguments, allocate the result, and neither wait for the device nor read anythin
 Tensors on the CPU run in Triton's interpreter, which must have been chosen (``TRITON_INTERPRET=1``)
 before triton was imported.
 
+Numbers that vary from launch to launch are not specialized on (``do_not_specialize``): each value's
+kind would be compiled anew, for seconds, while others wait.
+
 In a kernel bf16 and FP8 values are widened to fp32 as soon as they are loaded, or given to a matrix
 product as they are: Triton's interpreter keeps them as raw bits and would compute with those.
 """

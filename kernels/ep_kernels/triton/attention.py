@@ -25,6 +25,7 @@ from ep_kernels.triton.tuning import INTERPRETED, Tile, architecture_of, tile
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_SPLITS = 32
 _WANTED_PROGRAMS = 264
 """Two for each of Hopper's 132 multiprocessors."""
 
@@ -71,7 +72,7 @@ class Queries:
     most_context: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_blocks", "tokens"])
 def _attend(
     q: tl.tensor,  # [tokens, HEADS * SHARED, KEY], scaled and rotated
     cache: tl.tensor,  # [blocks * BLOCK, stride]
@@ -177,7 +178,7 @@ def _attend(
         tl.store(lse + to, level, live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["last"])
 def _reduce(
     parts: tl.tensor,  # [SPLITS, rows, VALUE] fp32
     lse: tl.tensor,  # [SPLITS, rows] fp32
@@ -280,9 +281,12 @@ def attend(
 
 
 def splits_for(programs: int, most_context: int, block_n: int) -> int:
-    """How many shares of the keys: enough programs for a card, and no share under four tiles."""
+    """How many shares of the keys: enough programs for a card, and no share under four tiles. A
+    power of two, since each number is a kernel of its own.
+    """
     wanted = _WANTED_PROGRAMS // max(1, programs)
-    return max(1, min(wanted, most_context // (4 * block_n), 32))
+    most = max(1, min(wanted, most_context // (4 * block_n), MOST_SPLITS))
+    return 1 << (most.bit_length() - 1)
 
 
 def _check_queries(queries: Queries, q: torch.Tensor) -> None:

@@ -38,7 +38,7 @@ def earlier_in_block(group: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
     return tl.sum(same.to(tl.int32), axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _count(
     groups: tl.tensor,  # [pairs] int32
     counts: tl.tensor,  # [blocks, BINS] int32, out
@@ -52,7 +52,7 @@ def _count(
     tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _sum_before(
     counts: tl.tensor,  # [blocks, BINS] int32, becomes the sum over the blocks before
     totals: tl.tensor,  # [BINS] int32, out

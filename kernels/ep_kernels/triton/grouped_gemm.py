@@ -41,7 +41,7 @@ from ep_kernels.triton.tuning import (
 
 Regime = Literal["decode", "prefill"]
 
-_PREFILL_ROWS = 32
+PREFILL_ROWS = 32
 """From this many rows a slot on, tiles as high as the matrix unit likes them are mostly full."""
 
 
@@ -95,6 +95,10 @@ class SlotWeights:
         return self.gate_up.dtype is torch.float8_e4m3fn
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.gate_up.dtype
+
+    @property
     def architecture(self) -> int:
         """Of their device. Raises ``UnsupportedArchitecture``, also for FP8 where there is none."""
         device = self.down.device
@@ -113,11 +117,45 @@ class SlotWeights:
         return self.down.shape[2]
 
 
-@triton.jit
+@dataclass(frozen=True, slots=True)
+class ApartWeights:
+    """The same where each expert lies by itself: ``gate_up`` and ``down`` are the addresses of the
+    slots' matrices, ``[slots]`` int64 on the device, each divisible by 16. bf16 or fp16. A slot
+    without an expert must be in no pair; whoever launches keeps the matrices until the work ended.
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    hidden: int
+    intermediate: int
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        """Raises ``KernelArgumentError``."""
+        check_tensor("gate_up", self.gate_up, (None,), torch.int64)
+        check_tensor("down", self.down, (self.num_slots,), torch.int64, like=self.gate_up)
+        if self.dtype not in {torch.bfloat16, torch.float16}:
+            raise KernelArgumentError("dtype", str(self.dtype), "bfloat16 or float16")
+
+    is_fp8 = False
+    gate_up_scale = None
+    down_scale = None
+
+    @property
+    def architecture(self) -> int:
+        """Of their device. Raises ``UnsupportedArchitecture``."""
+        return architecture_of(self.down.device)
+
+    @property
+    def num_slots(self) -> int:
+        return self.gate_up.shape[0]
+
+
+@triton.jit(do_not_specialize=["tiles"])
 def _grouped(
     x: tl.tensor,  # [rows, K]
     x_scale: tl.tensor,  # [rows, K / 128] fp32, FP8 only
-    w: tl.tensor,  # [slots, N or 2 N, K]
+    w: tl.tensor,  # [slots, N or 2 N, K]; with APART [slots] int64 addresses of [N or 2 N, K]
     w_scale: tl.tensor,  # [slots, N / 128 or 2 N / 128, K / 128] fp32, FP8 only
     out: tl.tensor,  # [rows, N]
     out_scale: tl.tensor,  # [rows, N / 128] fp32, FP8 with SWIGLU only
@@ -128,6 +166,7 @@ def _grouped(
     K: tl.constexpr,
     SWIGLU: tl.constexpr,
     FP8: tl.constexpr,
+    APART: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -152,7 +191,11 @@ def _grouped(
         # Rows of w beyond N are read as row 0, and what they give is not stored.
         w_row = tl.where(n < N, n, 0).to(tl.int64)
         heights: tl.constexpr = 2 if SWIGLU else 1
-        w_at = w + slot * (heights * N * K) + w_row[None, :] * K + k[:, None]  # [K, N]
+        if APART:
+            address = tl.load(w + slot).to(tl.pointer_type(x.dtype.element_ty))
+            w_at = tl.multiple_of(address, 16) + w_row[None, :] * K + k[:, None]  # [K, N]
+        else:
+            w_at = w + slot * (heights * N * K) + w_row[None, :] * K + k[:, None]  # [K, N]
         x_at = x + row[:, None] * K + k[None, :]
         # With few rows the weights take the side of the product that the matrix unit wants high.
         if TRANSPOSED:
@@ -218,7 +261,7 @@ def _grouped(
 
 def regime_of(pairs: int, num_slots: int) -> Regime:
     """Which tiles fit ``pairs`` pairs over ``num_slots`` slots."""
-    return "prefill" if pairs >= _PREFILL_ROWS * num_slots else "decode"
+    return "prefill" if pairs >= PREFILL_ROWS * num_slots else "decode"
 
 
 def _tiles(architecture: int, *, fp8: bool, regime: Regime) -> tuple[Tile, Tile]:
@@ -231,7 +274,7 @@ def _tiles(architecture: int, *, fp8: bool, regime: Regime) -> tuple[Tile, Tile]
     return up, down
 
 
-def block_m_of(weights: SlotWeights, regime: Regime) -> int:
+def block_m_of(weights: SlotWeights | ApartWeights, regime: Regime) -> int:
     """Rows of a tile: what ``permute.plan`` is to be asked for. Raises
     ``UnsupportedArchitecture``.
     """
@@ -241,7 +284,7 @@ def block_m_of(weights: SlotWeights, regime: Regime) -> int:
 def grouped_ffn(
     x: torch.Tensor,
     plan: Plan,
-    weights: SlotWeights,
+    weights: SlotWeights | ApartWeights,
     regime: Regime,
     x_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -250,7 +293,7 @@ def grouped_ffn(
     launches. Raises ``KernelArgumentError`` and ``UnsupportedArchitecture``.
     """
     hidden, inter = weights.hidden, weights.intermediate
-    check_tensor("x", x, (plan.rows, hidden), weights.down.dtype, like=weights.down)
+    check_tensor("x", x, (plan.rows, hidden), weights.dtype, like=weights.down)
     check_tensor("plan.tile_slot", plan.tile_slot, (None,), torch.int32, like=x)
     fp8 = weights.is_fp8
     if fp8 != (x_scale is not None):
@@ -270,8 +313,11 @@ def grouped_ffn(
     if fp8:
         act_scale = torch.empty((plan.rows, inter // GROUP), dtype=torch.float32, device=x.device)
     y = torch.empty((plan.rows, hidden), dtype=narrow, device=x.device)
-    _launch(x, x_scale, weights.gate_up, weights.gate_up_scale, act, act_scale, plan, up_tile)
-    _launch(act, act_scale, weights.down, weights.down_scale, y, None, plan, down_tile)
+    kind = {"fp8": fp8, "apart": isinstance(weights, ApartWeights)}
+    up = _constants(inter, hidden, swiglu=True, **kind)
+    down = _constants(hidden, inter, swiglu=False, **kind)
+    _launch(x, x_scale, weights.gate_up, weights.gate_up_scale, act, act_scale, plan, up_tile, up)
+    _launch(act, act_scale, weights.down, weights.down_scale, y, None, plan, down_tile, down)
     return y
 
 
@@ -284,9 +330,9 @@ def _launch(
     out_scale: torch.Tensor | None,
     plan: Plan,
     shape: Tile,
+    constants: dict[str, Any],
 ) -> None:
-    columns = out.shape[1]
-    grid = plan.tiles * triton.cdiv(columns, shape["BLOCK_N"])
+    grid = plan.tiles * triton.cdiv(out.shape[1], shape["BLOCK_N"])
     if not grid:
         return
     _grouped[(grid,)](
@@ -299,27 +345,22 @@ def _launch(
         plan.tile_slot,
         plan.tile_rows,
         plan.tiles,
-        **_constants(
-            columns,
-            x.shape[1],
-            swiglu=w.shape[1] != columns,
-            fp8=x_scale is not None,
-        ),
+        **constants,
         **shape.blocks,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
 
 
-def _constants(columns: int, depth: int, *, swiglu: bool, fp8: bool) -> dict[str, Any]:
-    return {"N": columns, "K": depth, "SWIGLU": swiglu, "FP8": fp8}
+def _constants(columns: int, depth: int, *, swiglu: bool, fp8: bool, apart: bool) -> dict[str, Any]:
+    return {"N": columns, "K": depth, "SWIGLU": swiglu, "FP8": fp8, "APART": apart}
 
 
 def expert_ffn(
     x: torch.Tensor,
     slots: torch.Tensor,
     pair_weights: torch.Tensor,
-    weights: SlotWeights,
+    weights: SlotWeights | ApartWeights,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """``x [tokens, hidden]`` bf16 (fp16 for fp16 weights), ``slots [tokens, k]`` int32 (another
@@ -328,7 +369,7 @@ def expert_ffn(
 
     Raises ``KernelArgumentError`` and ``UnsupportedArchitecture``.
     """
-    narrow = torch.float16 if weights.down.dtype is torch.float16 else torch.bfloat16
+    narrow = torch.float16 if weights.dtype is torch.float16 else torch.bfloat16
     check_tensor("slots", slots, (None, None), torch.int32, like=weights.down)
     check_tensor("x", x, (slots.shape[0], weights.hidden), narrow, like=slots)
     regime = regime_of(slots.numel(), weights.num_slots)
@@ -368,21 +409,25 @@ def variants(architecture: int) -> tuple[Variant, ...]:
     """DeepSeek-V3's experts: hidden 7168, intermediate 2048."""
     hidden, inter = 7168, 2048
     found = []
-    for fp8 in (False, True) if architecture in FP8_ARCHITECTURES else (False,):
+    kinds = [(False, False), (False, True)]  # FP8, apart
+    if architecture in FP8_ARCHITECTURES:
+        kinds.append((True, False))
+    for fp8, apart in kinds:
         regimes: tuple[Regime, ...] = ("decode", "prefill")
         for regime in regimes:
             shapes = _tiles(architecture, fp8=fp8, regime=regime)
             for swiglu, shape in zip((True, False), shapes, strict=True):
                 kind = "fp8e4nv" if fp8 else "bf16"
+                name = f"{'FP8' if fp8 else 'bf16'} {regime}{', apart' if apart else ''}"
                 found.append(
                     Variant(
                         kernel="grouped_gemm." + ("gate_up" if swiglu else "down"),
-                        name=f"{'FP8' if fp8 else 'bf16'} {regime}",
+                        name=name,
                         function=_grouped,
                         signature={
                             "x": f"*{kind}:16",
                             "x_scale": "*fp32:16",
-                            "w": f"*{kind}:16",
+                            "w": "*i64:16" if apart else f"*{kind}:16",
                             "w_scale": "*fp32:16",
                             "out": f"*{kind if swiglu else 'bf16'}:16",
                             "out_scale": "*fp32:16",
@@ -396,6 +441,7 @@ def variants(architecture: int) -> tuple[Variant, ...]:
                                 hidden if swiglu else inter,
                                 swiglu=swiglu,
                                 fp8=fp8,
+                                apart=apart,
                             ),
                             **shape.blocks,
                         },

@@ -48,7 +48,7 @@ class Plan(NamedTuple):
         return self.tiles * self.block_m
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "tiles"])
 def _plan(
     slots: tl.tensor,  # [pairs] int32
     before: tl.tensor,  # [blocks, BINS] int32

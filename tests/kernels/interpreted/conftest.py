@@ -104,7 +104,7 @@ def in_worker() -> bool:
 
 def pytest_configure() -> None:
     if in_worker():
-        from tests.support.interpreter import correct_interpreter
+        from ep_kernels.triton.interpreter import correct_interpreter
 
         correct_interpreter()
 

@@ -9,7 +9,14 @@ import pytest
 
 from compose.doctor import Finding, findings
 from compose.machine import Gpu, Machine, Torch, look
-from mesh.settings import DataPlane, GatewaySettings, MeshSettings, NetworkSettings, Settings
+from mesh.settings import (
+    DataPlane,
+    ExpertSettings,
+    GatewaySettings,
+    MeshSettings,
+    NetworkSettings,
+    Settings,
+)
 
 H200 = Gpu(name="H200", memory_bytes=141 << 30, capability="9.0")
 CPU = Machine(
@@ -151,3 +158,28 @@ def test_this_machine_runs_what_these_tests_run(capsys, monkeypatch) -> None:
     shown = json.loads(capsys.readouterr().out)
     assert code == int(any(one["verdict"] == "fault" for one in shown))
     assert {one["about"] for one in shown} >= {"torch", "driver", "lanes in shared memory"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "device", "lacks"),
+    [
+        (GPU, "cpu", None),
+        (GPU, "cuda", ""),
+        (GPU, "cuda:1", ""),
+        (GPU, "cuda:2", "torch sees 2 GPUs"),
+        (CPU, "cuda", "Triton is not installed"),
+        (without(CPU, packages={"triton": "3.7.1"}), "cuda", "torch sees 0 GPUs"),
+        (without(CPU, packages={"triton": "3.7.1"}), "interpreter", ""),
+    ],
+)
+def test_the_devices_that_are_configured_must_be_here(
+    machine: Machine, device: str, lacks: str | None
+) -> None:
+    settings = Settings(expert=ExpertSettings(device=device))
+    found = diagnosed(machine, settings).get("expert.device")
+    if lacks is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.verdict == ("fault" if lacks else "ok")
+        assert lacks in found.found

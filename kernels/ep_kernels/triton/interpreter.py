@@ -45,5 +45,5 @@ def _dot(_builder: Any, a: Any, b: Any, d: Any, _precision: Any, _imprecise: Any
 
 def correct_interpreter() -> None:
     """For the rest of this process. Call it before any kernel runs."""
-    interpreter._convert_float = _convert
+    interpreter._convert_float = _convert  # noqa: SLF001 - there is no public place for it
     interpreter.InterpreterBuilder.create_dot = _dot

@@ -1,0 +1,70 @@
+"""What a worker computes with: this CPU, or a device with the Triton kernels. Chosen at start."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from ep_kernels.grouped_ffn import ExpertBank
+from ep_kernels.plane import ExpertPlane
+from ep_kernels.triton.device import open_device
+
+from expert_svc.slots import SlotTable
+from expert_svc.worker import ComputeThread, Worker
+from mesh.settings import Settings
+from moe_model.architecture import ModelSpec
+from moe_model.experts import new_bank
+
+
+class Engine(Protocol):
+    """Makes the banks of a worker's slots, and the thread that serves from such a table."""
+
+    def new_bank(self, num_slots: int) -> Any: ...
+
+    def new_worker(self, plane: ExpertPlane, table: SlotTable[Any]) -> ComputeThread[Any]: ...
+
+
+def open_engine(settings: Settings, spec: ModelSpec) -> Engine:
+    """For ``expert.device``. Raises ``DeviceUnavailable``."""
+    if settings.expert.device == "cpu":
+        return _Cpu(settings, spec)
+    return _OnDevice(settings, spec)
+
+
+class _Cpu:
+    def __init__(self, settings: Settings, spec: ModelSpec) -> None:
+        self._model = settings.model
+        self._spec = spec
+
+    def new_bank(self, num_slots: int) -> ExpertBank:
+        model = self._model
+        return new_bank(self._spec, num_slots, weights=model.weights, exact=model.exact)
+
+    def new_worker(self, plane: ExpertPlane, table: SlotTable[ExpertBank]) -> Worker:
+        return Worker(plane, table)
+
+
+class _OnDevice:
+    def __init__(self, settings: Settings, spec: ModelSpec) -> None:
+        self._device = open_device(settings.expert.device)
+        self._loading = self._device.stream()
+        self._spec = spec
+
+    # Imported here: a worker on a CPU needs no Triton, and takes no time to load it.
+
+    def new_bank(self, num_slots: int) -> Any:
+        from ep_kernels.triton.bank import DeviceBank  # noqa: PLC0415
+
+        spec = self._spec
+        return DeviceBank(
+            num_slots,
+            spec.hidden_size,
+            spec.expert_intermediate,
+            top_k=spec.experts_per_token,
+            device=self._device,
+            loading=self._loading,
+        )
+
+    def new_worker(self, plane: ExpertPlane, table: SlotTable[Any]) -> ComputeThread[Any]:
+        from expert_svc.device_worker import DeviceWorker  # noqa: PLC0415
+
+        return DeviceWorker(plane, table, self._device)

@@ -1,0 +1,202 @@
+"""Batches of rows on their way through a device's experts: up, through the FFN, and down again.
+
+A *flight* has pinned memory and device memory of its own. Rows, pairs and the slots' addresses go
+up in one copy, the kernels follow it on another stream, the sums come down on a third; the host
+only asks whether they have come. So one batch is copied while another is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+
+import numpy as np
+import torch
+
+from ep_kernels.plane import FloatArray, IntArray
+from ep_kernels.triton.bank import DTYPE, DeviceBank
+from ep_kernels.triton.device import TIMEOUT_S, Device, DeviceHung, Mark, wait_for
+from ep_kernels.triton.grouped_gemm import PREFILL_ROWS, ApartWeights, expert_ffn
+
+DEPTH = 2
+"""Flights at a time: one is computed while the host fills or empties the other."""
+_ALIGN = 256
+_LEAST_BYTES = 1 << 16
+
+
+class _Memory:
+    """Pinned bytes and as many on the device; grows by powers of two."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.host = torch.empty(0, dtype=torch.uint8)
+        self.device = torch.empty(0, dtype=torch.uint8)
+
+    def fit(self, nbytes: int, *, on_device: bool) -> None:
+        if self.host.numel() < nbytes:
+            size = max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
+            self.host = self._device.pinned(size)
+            if on_device:
+                self.device = torch.empty(size, dtype=torch.uint8, device=self._device.place)
+
+
+class Flight:
+    """One batch under way. Begun by ``Flights.begin``; give it back by ``Flights.end``."""
+
+    def __init__(self, device: Device) -> None:
+        self.up = _Memory(device)
+        self.down = _Memory(device)
+        self._name = device.name
+        self._began = 0.0
+        self._landed: Mark | None = None
+        self._held: tuple[object, ...] = ()
+        """What the device reads and writes until it is done."""
+        self._shape = (0, 0)
+
+    @property
+    def done(self) -> bool:
+        """Whether ``rows`` are there. Raises ``DeviceHung`` when they do not come."""
+        assert self._landed is not None, "not begun"
+        if self._landed.done:
+            return True
+        if monotonic() - self._began > TIMEOUT_S:
+            raise DeviceHung(self._name, TIMEOUT_S)
+        return False
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Each token's weighted sum, ``[tokens, hidden]`` fp32 on the host, until ``end``."""
+        tokens, hidden = self._shape
+        return self.down.host[: 4 * tokens * hidden].view(torch.float32).view(tokens, hidden)
+
+    def takes_off(self, tokens: int, hidden: int) -> None:
+        self._began = monotonic()
+        self._shape = (tokens, hidden)
+        self.down.fit(4 * tokens * hidden, on_device=False)
+
+    def lands_at(self, mark: Mark, held: tuple[object, ...]) -> None:
+        self._landed = mark
+        self._held = held
+
+    def let_go(self) -> None:
+        self._landed = None
+        self._held = ()
+
+
+class Flights:
+    """All batches that one thread has under way on a device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._up, self._compute, self._down = (device.stream() for _ in range(3))
+        self._free = [Flight(device) for _ in range(DEPTH)]
+
+    @property
+    def has_room(self) -> bool:
+        return bool(self._free)
+
+    def begin(
+        self,
+        bank: DeviceBank,
+        xs: Sequence[torch.Tensor],
+        pair_token: IntArray,
+        pair_slot: IntArray,
+        pair_weight: FloatArray,
+    ) -> Flight:
+        """Queue a batch and return at once. ``xs`` are ``[n, hidden]`` of any float type, one after
+        the other the batch's tokens; the pairs ``[pairs]`` count tokens over all of them and name
+        slots in range. All is copied, and the bank may change as soon as this returns.
+
+        Only while there ``has_room``. Raises ``SlotEmptyError``.
+        """
+        bank.check_filled(pair_slot)
+        hidden, slots = bank.hidden, bank.num_slots
+        tokens = sum(x.shape[0] for x in xs)
+        chosen, weights = _by_token(tokens, bank.top_k, pair_token, pair_slot, pair_weight)
+        width = chosen.shape[1]
+        ends = np.cumsum(
+            [_padded(size) for size in (2 * tokens * hidden, 16 * slots, 4 * tokens * width)]
+        ).tolist()
+        flight = self._free.pop()
+        try:
+            total = ends[2] + 4 * tokens * width
+            flight.up.fit(total, on_device=True)
+            flight.takes_off(tokens, hidden)
+
+            def views(memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                def part(begin: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+                    size = dtype.itemsize * shape[0] * shape[1]
+                    return memory[begin : begin + size].view(dtype).view(shape)
+
+                return (
+                    part(0, DTYPE, tokens, hidden),
+                    part(ends[0], torch.int64, 2, slots),
+                    part(ends[1], torch.int32, tokens, width),
+                    part(ends[2], torch.float32, tokens, width),
+                )
+
+            x, *rest = views(flight.up.host)
+            first = 0
+            for piece in xs:
+                x[first : first + piece.shape[0]].copy_(piece)
+                first += piece.shape[0]
+            for into, values in zip(rest, (bank.addresses, chosen, weights), strict=True):
+                into.numpy()[...] = values
+            with self._up:
+                flight.up.device[:total].copy_(flight.up.host[:total], non_blocking=True)
+                arrived = self._up.mark()
+            x, addresses, on_slots, on_weights = views(flight.up.device)
+            table = ApartWeights(addresses[0], addresses[1], hidden, bank.intermediate)
+            with self._compute:
+                self._compute.follow(arrived)
+                sums = expert_ffn(x, on_slots, on_weights, table)  # [tokens, hidden]
+                computed = self._compute.mark()
+            with self._down:
+                self._down.follow(computed)
+                flight.rows.copy_(sums, non_blocking=True)
+                landed = self._down.mark()
+        except BaseException:
+            # What has been queued may go on with this one's memory.
+            self._free.append(Flight(self._device))
+            raise
+        flight.lands_at(landed, (sums, *bank.experts))
+        return flight
+
+    def regimes(self, bank: DeviceBank) -> tuple[int, ...]:
+        """Tokens that between them make use of every kernel that the bank's batches need."""
+        return tuple(-(-pairs // bank.top_k) for pairs in (1, PREFILL_ROWS * bank.num_slots))
+
+    def wait(self, flight: Flight) -> None:
+        """Block until the flight is done. Raises ``DeviceHung``."""
+        wait_for(self._device, flight)
+
+    def end(self, flight: Flight) -> None:
+        """Use the memory of a flight that is ``done`` for another one."""
+        flight.let_go()
+        self._free.append(flight)
+
+
+def _by_token(
+    tokens: int,
+    top_k: int,
+    pair_token: IntArray,
+    pair_slot: IntArray,
+    pair_weight: FloatArray,
+) -> tuple[IntArray, FloatArray]:
+    """Pairs ``[pairs]`` as ``[tokens, k]`` slots and weights, each token's in their order; -1 where
+    a token has fewer. ``k`` is ``top_k``, or more if a token has more.
+    """
+    counts = np.bincount(pair_token, minlength=tokens)
+    width = max(top_k, int(counts.max(initial=0)))
+    order = np.argsort(pair_token, kind="stable")
+    token = pair_token[order]
+    column = np.arange(token.size) - (np.cumsum(counts) - counts)[token]
+    slots = np.full((tokens, width), -1, dtype=np.int32)
+    weights = np.zeros((tokens, width), dtype=np.float32)
+    slots[token, column] = pair_slot[order]
+    weights[token, column] = pair_weight[order]
+    return slots, weights
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN

@@ -1,0 +1,350 @@
+"""``RouterModel`` on a device: the same steps, on tensors that lie there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from ep_kernels.gating import GateRule
+from ep_kernels.triton.attention import MOST_SPLITS, attend
+from ep_kernels.triton.device import Device, Stream
+from ep_kernels.triton.gate import gate
+from ep_kernels.triton.rows import rms_norm
+from ep_kernels.triton.transfer import download, upload
+from torch.nn.functional import embedding, linear, silu
+
+from moe_model.architecture import GqaSpec, ModelSpec
+from moe_model.checkpoint import Checkpoint
+from moe_model.device.attention import DeviceGroupedAttention, DeviceLatentAttention, Place
+from moe_model.device.decode import Frame, Frames, Work, fits
+from moe_model.device.experts import HostExperts
+from moe_model.device.plan import DevicePlan, index_step, plan_on_device
+from moe_model.experts import ExpertClient
+from moe_model.forward import Computed, MakeClient
+from moe_model.gate import gate_rule
+from moe_model.kv_size import row_stride
+from moe_model.model import FFN_PARTS, Reader
+from moe_model.plan import Chunk
+from moe_model.rope import Rope
+from moe_model.shard import Shard
+from moe_model.spec import load_spec
+from moe_model.tensors import TensorTable
+
+DeviceWeights = Literal["auto", "fp32"]
+"""auto: bf16."""
+
+
+_LOADED = 0.9
+"""Progress at which weights are there; compiling what reads the cache is the rest."""
+
+
+class DeviceCache:
+    """See ``KVCache``; ``layers[i]`` is ``[rows, width]`` on the device."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        width: int,
+        *,
+        dtype: torch.dtype,
+        device: Device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._device = device
+        self.spare_row = num_blocks * block_size
+        """Of a block more, which nobody reads."""
+        stride = row_stride(width)
+        self._blocks = [
+            torch.zeros(num_blocks + 1, block_size * stride, dtype=dtype, device=device.place)
+            for _ in range(num_layers)
+        ]
+        self.layers = [blocks.view(-1, stride)[:, :width] for blocks in self._blocks]
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero ``blocks`` in all layers."""
+        (index,) = upload(self._device, torch.tensor(blocks))
+        for layer in self._blocks:
+            layer.index_fill_(0, index, 0.0)
+
+
+class _SwiGlu:
+    """``down(silu(gate x) * up x)``: ``[n, hidden]`` fp32 -> the same."""
+
+    def __init__(
+        self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, place: Place
+    ) -> None:
+        self._gate_up = place(torch.cat([gate, up]))
+        self._down = place(down)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = self._down.dtype
+        gate, up = linear(x.to(dtype), self._gate_up).float().chunk(2, 1)
+        return linear(silu(gate).mul_(up).to(dtype), self._down).float()
+
+
+@dataclass(frozen=True, slots=True)
+class _Gate:
+    rule: GateRule
+    weight: torch.Tensor
+    """``[experts, hidden]`` fp32."""
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gate(linear(x, self.weight), self.rule, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: torch.Tensor
+    attention: DeviceLatentAttention | DeviceGroupedAttention
+    ffn_norm: torch.Tensor
+    dense: _SwiGlu | None
+    gate: _Gate | None
+    shared: _SwiGlu | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    spec: ModelSpec
+    layers: tuple[_Layer, ...]
+    table: torch.Tensor
+    final_norm: torch.Tensor
+    head: torch.Tensor
+    rope: Rope
+
+
+class DeviceModel:
+    """See ``RouterModel``: the same methods, whose ``h``, ``x`` and results lie on the device, but
+    for ``logits``. Made by ``load_device_model``, whose thread alone may call it.
+    """
+
+    waited_ns = 0
+
+    def __init__(
+        self, parts: _Parts, device: Device, stream: Stream, progress: Callable[[float], None]
+    ) -> None:
+        self.spec = parts.spec
+        self._parts = parts
+        self._layers = parts.layers
+        self._device = device
+        self._stream = stream
+        self._progress = progress
+        self._dtype = parts.head.dtype
+        self._kv: DeviceCache | None = None
+        self._frames: Frames | None = None
+        self._frame: Frame | None = None
+        """Of the micro-batch whose layer is being computed; None if it has none."""
+
+    def clients(self, make: MakeClient, computed: Computed) -> MakeClient:
+        """Clients that take and give rows on the device, over those that ``make`` makes."""
+
+        def clients(decodes: bytes) -> ExpertClient:
+            return HostExperts(make(decodes), self._device, self._stream, computed)
+
+        return clients
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        stride = row_stride(self.spec.attention.cache_width)
+        return self._dtype.itemsize * self.spec.num_layers * block_size * stride
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> DeviceCache:
+        """An empty cache, with the attention kernels compiled that it is read by. The only one that
+        plans are made for from now on.
+        """
+        spec = self.spec
+        cache = DeviceCache(
+            spec.num_layers,
+            num_blocks,
+            block_size,
+            spec.attention.cache_width,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        self._kv = self._frames = None
+        if self._device.compiles:
+            with torch.inference_mode():
+                self._warm_up(cache)
+        self._progress(1.0)
+        most_blocks = -(-spec.max_context // block_size)
+        turn = spec.rope.dim // 2
+        self._kv = cache
+        self._frames = Frames(lambda size: Frame(self._device, size, most_blocks, block_size, turn))
+        return cache
+
+    def plan(self, chunks: Sequence[Chunk], block_size: int = 16) -> DevicePlan:
+        index = index_step(chunks, block_size, self.spec.max_context, self._parts.rope)
+        kv, frames = self._kv, self._frames
+        if kv is None or frames is None or kv.block_size != block_size or not fits(index.counts):
+            return plan_on_device(index, block_size, self._device)
+        loan = frames.borrow(len(chunks))
+        loan.frame.fill(index, kv.spare_row)
+        return replace(loan.frame.plan, num_tokens=len(chunks), loan=loan)
+
+    def embed(self, plan: DevicePlan) -> torch.Tensor:
+        return embedding(plan.token_ids[: plan.num_tokens], self._parts.table).float()
+
+    def attend(
+        self, layer: int, h: torch.Tensor, plan: DevicePlan, kv: DeviceCache
+    ) -> torch.Tensor:
+        if plan.block_size != kv.block_size:
+            raise ValueError(
+                f"the step was planned for blocks of {plan.block_size} tokens, "
+                f"the cache has blocks of {kv.block_size}"
+            )
+        kv_rows = kv.layers[layer]
+        loan = plan.loan
+        assert loan is None or kv is self._kv, "the plan is for the newest cache"
+        self._frame = None if loan is None else loan.frame
+        index = plan if loan is None else loan.frame.plan
+        return self._run("attend", layer, lambda h: self._attend(layer, h, index, kv_rows), h)[0]
+
+    def dense(self, layer: int, h: torch.Tensor) -> torch.Tensor:
+        return self._run("dense", layer, lambda h: self._dense(layer, h), h)[0]
+
+    def gate(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x, experts, weights = self._run("gate", layer, lambda h: self._gate(layer, h), h)
+        return x, experts, weights
+
+    def shared(self, layer: int, x: torch.Tensor) -> torch.Tensor | None:
+        shared = self._layers[layer].shared
+        if shared is None:
+            return None
+        return self._run("shared", layer, lambda x: (shared(x),), x)[0]
+
+    def _run(
+        self, name: str, layer: int, work: Work, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """``work``, or its segment in the frame of the micro-batch that attended last: a layer's
+        other calls follow its ``attend`` before another micro-batch's.
+        """
+        if self._frame is None:
+            return work(rows)
+        return self._frame.segment(name, layer, work)(rows)
+
+    def _attend(
+        self, layer: int, h: torch.Tensor, plan: DevicePlan, cache: torch.Tensor
+    ) -> tuple[torch.Tensor]:
+        parts = self._layers[layer]
+        x = rms_norm(h, parts.attention_norm, self.spec.norm_eps).to(self._dtype)
+        return (h + parts.attention(x, plan, cache),)
+
+    def _gate(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts = self._layers[layer]
+        assert parts.gate is not None
+        x = rms_norm(h, parts.ffn_norm, self.spec.norm_eps)
+        return x, *parts.gate(x)
+
+    def _dense(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor]:
+        parts = self._layers[layer]
+        assert parts.dense is not None
+        return (parts.dense(rms_norm(h, parts.ffn_norm, self.spec.norm_eps)).add_(h),)
+
+    def logits(self, h_rows: torch.Tensor) -> torch.Tensor:
+        """``[rows, vocab]`` fp32 on the host, where tokens are drawn."""
+        parts = self._parts
+        x = rms_norm(h_rows.contiguous(), parts.final_norm, self.spec.norm_eps).to(self._dtype)
+        return download(self._device, self._stream, linear(x, parts.head).float())[0]
+
+    def _warm_up(self, kv: DeviceCache) -> None:
+        """Run each kernel once: a token through a layer of each kind, and attention with each
+        number of shares of the keys, which are kernels of their own.
+        """
+        plan = self.plan([Chunk([0], 0, [0])], kv.block_size)
+        h = self.embed(plan)
+        layers = {0, *self.spec.moe_layers[:1]}
+        steps = len(layers) + MOST_SPLITS.bit_length()
+        for done, layer in enumerate(layers):
+            self._progress(_LOADED + (1 - _LOADED) * done / steps)
+            self.attend(layer, h, plan, kv)
+            if layer in self.spec.moe_layers:
+                self.gate(layer, h)
+            else:
+                self.dense(layer, h)
+        rows = self._layers[0].attention.rows(kv.block_size)
+        heads = self.spec.attention.num_heads
+        q = torch.zeros(1, heads, rows.key_dim, dtype=self._dtype, device=self._device.place)
+        for doubled in range(MOST_SPLITS.bit_length()):
+            self._progress(_LOADED + (1 - _LOADED) * (len(layers) + doubled) / steps)
+            attend(q, kv.layers[0], plan.queries, rows, splits=1 << doubled)
+        kv.clear([0])
+
+
+def load_device_model(
+    path: Path,
+    device: Device,
+    *,
+    weights: DeviceWeights = "auto",
+    progress: Callable[[float], None] | None = None,
+) -> DeviceModel:
+    """Read everything but the routed experts from the checkpoint at ``path`` onto ``device``, for
+    the calling thread. Raises ``CheckpointError`` before any tensor is converted if one is missing
+    or wrong, and ``torch.OutOfMemoryError``. ``progress`` is told 1 by ``new_kv_cache``.
+    """
+    spec = load_spec(path)
+    table, shard = TensorTable(spec), Shard(spec)
+    report = progress or (lambda _share: None)
+    dtype = torch.float32 if weights == "fp32" else torch.bfloat16
+    stream = device.settle()
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype).contiguous().to(device.place, copy=True)
+
+    def place_fp32(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float().contiguous().to(device.place, copy=True)
+
+    with Checkpoint(path) as checkpoint, torch.inference_mode():
+        checkpoint.check(table.router())
+        reader = Reader(checkpoint, table, shard)
+        embeddings = place(reader.tensor("embedding"))
+        layers = []
+        for layer in range(spec.num_layers):
+            report(_LOADED * layer / spec.num_layers)
+            layers.append(_load_layer(spec, reader, layer, place, place_fp32))
+        parts = _Parts(
+            spec=spec,
+            layers=tuple(layers),
+            table=embeddings,
+            final_norm=place_fp32(reader.tensor("final_norm")),
+            head=embeddings if spec.tie_word_embeddings else place(reader.tensor("head")),
+            rope=Rope(spec.rope, spec.max_context),
+        )
+    return DeviceModel(parts, device, stream, report)
+
+
+def _load_layer(
+    spec: ModelSpec, reader: Reader, layer: int, place: Place, place_fp32: Place
+) -> _Layer:
+    roles = reader.table.layer_roles(layer)
+
+    def ffn(prefix: str) -> _SwiGlu | None:
+        if f"{prefix}_gate" not in roles:
+            return None
+        gate, up, down = (reader.tensor(f"{prefix}_{part}", layer) for part in FFN_PARTS)
+        return _SwiGlu(gate, up, down, place)
+
+    chosen = None
+    if "router" in roles:
+        weight = place_fp32(reader.tensor("router", layer))
+        rule = gate_rule(spec.gate, weight.shape[0], spec.experts_per_token)
+        bias = place_fp32(reader.tensor("router_bias", layer)) if "router_bias" in roles else None
+        chosen = _Gate(rule, weight, bias)
+    matrices = reader.role_map(reader.table.attention_roles, layer)
+    attention: DeviceLatentAttention | DeviceGroupedAttention
+    if isinstance(spec.attention, GqaSpec):
+        attention = DeviceGroupedAttention(spec.attention, spec.rope, matrices, place)
+    else:
+        attention = DeviceLatentAttention(spec.attention, spec.rope, matrices, place)
+    return _Layer(
+        attention_norm=place_fp32(reader.tensor("attention_norm", layer)),
+        attention=attention,
+        ffn_norm=place_fp32(reader.tensor("ffn_norm", layer)),
+        dense=ffn("dense"),
+        gate=chosen,
+        shared=ffn("shared"),
+    )

@@ -1,0 +1,97 @@
+"""A mesh whose processes compute by the GPU's kernels, in Triton's interpreter, gives
+transformers' tokens, also when experts have moved from one device to another.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from tests.support.checkpoints import VARIANTS, write
+from tests.support.meshes import Mesh
+from tests.support.oracle import Continuation, Oracle
+
+STEPS = 4
+TOLERANCE = 0.1
+"""Of a log-probability: weights, rows and cache are bf16, and the model's head is not scaled."""
+
+
+def decided(oracle: Oracle, count: int) -> list[tuple[list[int], Continuation]]:
+    """Prompts whose greedy tokens lead by more than bf16 could take away."""
+    rng, found = random.Random(3), []
+    while len(found) < count:
+        prompt = [rng.randrange(8, 380) for _ in range(rng.choice((2, 7)))]
+        wanted = oracle.greedy(prompt, STEPS)
+        best = wanted.logprobs.topk(2).values
+        if float((best[:, 0] - best[:, 1]).min()) > 2 * TOLERANCE:
+            found.append((prompt, wanted))
+    return found
+
+
+def check(mesh: Mesh, tokenizer: Tokenizer, prompt: list[int], wanted: Continuation) -> None:
+    body: Any
+    status, body = mesh.post(
+        "/v1/completions",
+        {"model": "short", "prompt": prompt, "max_tokens": STEPS, "temperature": 0,
+         "logprobs": 1, "ignore_eos": True},
+    )  # fmt: skip
+    assert status == 200, body
+    choice = body["choices"][0]
+    assert choice["text"] == tokenizer.decode(wanted.tokens, skip_special_tokens=True)
+    got = choice["logprobs"]["token_logprobs"]
+    for step, token in enumerate(wanted.tokens):
+        assert abs(got[step] - float(wanted.logprobs[step][token])) < TOLERANCE, step
+
+
+def loaded(mesh: Mesh, worker: str) -> list[dict[str, Any]]:
+    """What the worker has logged of its assignments."""
+    lines = (mesh.run_dir / "logs" / f"{worker}.log").read_text().splitlines()
+    events = [json.loads(line) for line in lines if line.startswith("{")]
+    return [event for event in events if event["event"] == "slots.loaded"]
+
+
+def test_experts_on_devices_give_transformers_tokens_before_and_after_a_move(
+    checkpoints: Path,
+) -> None:
+    family, config = VARIANTS["deepseek"]
+    # Keys are split by the longest context, and the interpreter runs each share's program.
+    path = write(checkpoints / "short", family, config | {"max_position_embeddings": 96})
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    cases = decided(Oracle(path), 2)
+    with Mesh(path, experts=2, router__device="interpreter", expert__device="interpreter") as mesh:
+        for prompt, wanted in cases:
+            check(mesh, tokenizer, prompt, wanted)
+        mesh.run("drain", "expert-1")
+        mesh.wait_for(
+            lambda: any(event["from_peers"] for event in loaded(mesh, "expert-0")),
+            "expert-0 to take expert-1's experts from its device",
+            60.0,
+        )
+        for prompt, wanted in cases:
+            check(mesh, tokenizer, prompt, wanted)
+        assert all(event["faults"] == 0 for event in loaded(mesh, "expert-0"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+@pytest.mark.parametrize("role", ["router", "expert"])
+def test_a_service_whose_device_is_not_there_ends_at_start_and_says_so(
+    role: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", f"{role}_svc", "--id", f"{role}-0"]
+    settings = [f"mesh.run_dir={tmp_path}", f"{role}.device=cuda", "logs.format=json"]
+    done = subprocess.run(
+        [*command, *(word for one in settings for word in ("--set", one))],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    last = json.loads((done.stdout + done.stderr).strip().splitlines()[-1])
+    assert last["event"] == "service.cannot_serve"
+    assert last["reason"].startswith("device 'cuda' cannot be used: torch")
