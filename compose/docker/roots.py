@@ -23,8 +23,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent.parent
 SUITE = "bookworm"
-LENT = ("/etc/resolv.conf", "/etc/apt", "/usr/share/keyrings", "/etc/ssl/certs", "/etc/pip.conf")
-LENT_VARIABLES = re.compile(r"PIP_\w+|SSL_CERT_\w+|\w+_proxy|\w+_PROXY")
+LENT = ("/etc/resolv.conf", "/etc/apt", "/usr/share/keyrings", "/etc/pip.conf")
+LENT_VARIABLES = re.compile(r"PIP_\w+|\w+_proxy|\w+_PROXY")
+# Whom this machine trusts, where no package that RUN installs writes.
+TRUST = ("/etc/ssl/certs/ca-certificates.crt", "/run/lent-ca-certificates.crt")
 SLIMMED = ("usr/share/doc", "usr/share/man", "usr/share/info", "usr/share/locale",
            "usr/share/lintian", "var/cache/apt", "var/lib/apt/lists", "var/log")  # fmt: skip
 
@@ -102,7 +104,9 @@ def expand(text: str, values: Mapping[str, str]) -> str:
 class Builder:
     def __init__(self, work: Path, lent: Sequence[str], given: Mapping[str, str]) -> None:
         self.work = work
-        self.lent = [path for path in {*LENT, *pip_paths(), *lent} if Path(path).exists()]
+        own = {path: path for path in (*LENT, *pip_paths(), *lent) if Path(path).exists()}
+        self.lent = own | ({TRUST[0]: TRUST[1]} if Path(TRUST[0]).exists() else {})
+        """Path here -> where RUN finds it."""
         self.given = given
         self.base = work / "base"
         self.context = work / "context"
@@ -237,11 +241,13 @@ class Builder:
         shutil.rmtree(scratch, ignore_errors=True)
         root, done = made(scratch / "root"), made(scratch / "work")
         lent = {k: v for k, v in os.environ.items() if LENT_VARIABLES.fullmatch(k)}
+        if TRUST[0] in self.lent:
+            lent |= {"PIP_CERT": TRUST[1], "SSL_CERT_FILE": TRUST[1]}
         lent |= {k: v for k, v in values.items() if v}
         script = [overlay([*lower, self.base], root, upper=upper, work=done)]
         script += [f"mount -t proc proc {root}/proc", f"mount --rbind /dev {root}/dev"]
-        for path in self.lent:
-            into = shlex.quote(f"{root}{path}")
+        for path, place in self.lent.items():
+            into = shlex.quote(f"{root}{place}")
             make = "mkdir -p" if Path(path).is_dir() else "touch"
             script += [
                 f"mkdir -p $(dirname {into})",
@@ -257,9 +263,9 @@ class Builder:
             ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-ec",
              "\n".join(script)]
         )  # fmt: skip
-        for path in self.lent:  # the places that were only made to mount on
+        for place in self.lent.values():  # which were only made to mount on
             with contextlib.suppress(OSError):
-                target = upper / path.lstrip("/")
+                target = upper / place.lstrip("/")
                 target.rmdir() if target.is_dir() else target.unlink()
 
 
