@@ -488,6 +488,17 @@ class CalmMachine(RuleBasedStateMachine):
 
 
 class PromisesMachine(CalmMachine):
+    @rule(file_lost=st.booleans())
+    def planner_restarts(self, *, file_lost: bool) -> None:
+        """One that has lost its file knows what its members do. If the newest placement has reached
+        none of them, slots may be free that the one before it names: workers say so to routers.
+        """
+        newest = max((placement.epoch for placement in self.history), default=0)
+        known = [worker.known for worker in self.workers.values()]
+        known += [router.placement for router in self.routers.values()]
+        told = any(placement is not None and placement.epoch >= newest for placement in known)
+        super().planner_restarts(file_lost=file_lost and (told or not newest))
+
     @invariant()
     def routers_find_what_they_were_promised(self) -> None:
         self.check_promises()
