@@ -31,7 +31,7 @@ soak: install
 # Random kills, stops, scaling and moves under load: SECONDS=600, SEED=1.
 chaos: install
 	MOEMESH_CHAOS_SECONDS=$(or $(SECONDS),600) MOEMESH_CHAOS_SEED=$(or $(SEED),1) \
-		$(BIN)/python -m pytest -m '' -s tests/fault/test_chaos.py
+		$(BIN)/python -m pytest -m '' -s tests/fault/test_chaos.py -k long
 
 # Coverage-guided fuzzing of one decoder, or one after another: DECODER=bundle SECONDS=60.
 fuzz: install

@@ -57,7 +57,7 @@ def test_latent_attention_equals_transformers_alone_and_batched(
 @pytest.mark.parametrize(("victim", "number"), [
     ("follower", signal.SIGKILL),
     ("leader", signal.SIGKILL),
-    ("group", signal.SIGTERM),
+    pytest.param("group", signal.SIGTERM, marks=pytest.mark.soak),
 ], ids=["follower-killed", "leader-killed", "all-told-to-leave"])  # fmt: skip
 def test_a_group_that_ends_costs_no_request_and_no_token(
     exact_mesh: Mesh, victim: str, number: signal.Signals

@@ -81,7 +81,7 @@ def until(condition):
 
 
 def test_two_routers_and_three_experts_exchange_many_messages(spawn, tmp_path, kind):
-    names, messages = ["e0", "e1", "e2"], {"shm": 1000, "tcp": 300, "gloo": 60}[kind]
+    names, messages = ["e0", "e1", "e2"], {"shm": 500, "tcp": 150, "gloo": 40}[kind]
     experts = [
         spawn("expert", kind, name, 1, tmp_path / name, HIDDEN, seed)
         for seed, name in enumerate(names)

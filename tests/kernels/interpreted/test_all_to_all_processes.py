@@ -23,8 +23,8 @@ ROUTERS, EXPERTS, RING_SLOTS = 2, 3, 4
 
 
 PHASES = {
-    "exact": (Wire.FP32, Wire.FP32, True, 7, {}),
-    "fp8": (Wire.FP8, Wire.BF16, False, 5, {}),
+    "exact": (Wire.FP32, Wire.FP32, True, 5, {}),
+    "fp8": (Wire.FP8, Wire.BF16, False, 4, {}),
     "killed": (Wire.BF16, Wire.FP32, False, 4, {"expert1": 1, "router0": 2}),
 }
 """Wire, back, exact, rounds, who dies in which round."""
