@@ -97,6 +97,9 @@ class DeviceWorker(ComputeThread[DeviceBank]):
         del experts
         self._warm.add(bank.num_slots)
 
+    def _bank_for(self, part: Arrival) -> DeviceBank | None:
+        return None if part.exact else super()._bank_for(part)
+
     def _next_group(self) -> list[Arrival]:
         """As many parts of the next group as make a batch; the others wait on, as they are."""
         parts = super()._next_group()
@@ -110,15 +113,7 @@ class DeviceWorker(ComputeThread[DeviceBank]):
 
     def _send_up(self, parts: list[Arrival]) -> None:
         with self._table.lock:
-            valid: list[Arrival] = []
-            bank: DeviceBank | None = None
-            for part in parts:
-                found = None if part.exact else self._bank_for(part)
-                if found is None:
-                    self._refuse(part)
-                else:
-                    bank = found
-                    valid.append(part)
+            bank, valid = self._sort_out(parts)
             if bank is None:
                 return
             began = perf_counter_ns()

@@ -99,6 +99,21 @@ class ComputeThread(ABC, Generic[B]):
         fits = bank is not None and bank.matches(part.pair_slot, part.pair_expert)
         return bank if fits else None
 
+    def _sort_out(self, parts: Sequence[Arrival]) -> tuple[B | None, list[Arrival]]:
+        """The bank of ``parts``, all of one layer, and those that can run in it; the others are
+        refused. Under the table's lock, until they have run.
+        """
+        bank: B | None = None
+        fitting = []
+        for part in parts:
+            found = self._bank_for(part)
+            if found is None:
+                self._refuse(part)
+            else:
+                bank = found
+                fitting.append(part)
+        return bank, fitting
+
     def _line_up(self, arrivals: list[Arrival]) -> None:
         # Apart from ``run``, whose frame would hold the last one, and with it the memory of its
         # lane, long after the router has gone.
@@ -210,15 +225,7 @@ class Worker(ComputeThread[ExpertBank]):
             self._serve_alone(parts[0])
             return
         with self._table.lock:
-            valid = []
-            bank: ExpertBank | None = None
-            for part in parts:
-                found = self._bank_for(part)
-                if found is None:
-                    self._refuse(part)
-                else:
-                    bank = found
-                    valid.append(part)
+            bank, valid = self._sort_out(parts)
             if bank is None:
                 return
             began = perf_counter_ns()

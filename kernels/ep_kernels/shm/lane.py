@@ -233,17 +233,7 @@ class LaneMemory:
             rows = None
             picked = torch.index_select(x, 0, torch.from_numpy(block.rows))
             slot.x.first(block.num_tokens).copy_(picked)
-        _send(
-            slot.at,
-            rows,
-            block.address,
-            block.num_tokens,
-            block.num_pairs,
-            sequence,
-            part.step,
-            part.layer,
-            part.epoch,
-        )
+        publish_part(slot, part, sequence, rows)
 
     def out(self, slot: RingSlot, rows: int) -> torch.Tensor:
         """Where an expert worker writes an answer of this many rows."""
@@ -257,12 +247,14 @@ class LaneMemory:
         _answer(slot.at, sequence, status, *times_ns, out.shape[0])
 
 
-def publish_part(slot: RingSlot, part: Part, sequence: int) -> None:
-    """Publish a part whose rows are in its slot; its pairs are copied there."""
+def publish_part(slot: RingSlot, part: Part, sequence: int, rows: int | None = None) -> None:
+    """Copy a part's pairs into its slot, and its rows from the address ``rows`` unless they are
+    there; publish it.
+    """
     block = part.block
     _send(
         slot.at,
-        None,
+        rows,
         block.address,
         block.num_tokens,
         block.num_pairs,
