@@ -20,6 +20,7 @@ SOURCES = (
     "planner_svc/native/plan.c",
     "kernels/ep_kernels/native/few.c",
     "kernels/ep_kernels/native/gate.c",
+    "kernels/ep_kernels/native/half.c",
     "kernels/ep_kernels/native/lane.c",
     "kernels/ep_kernels/native/route.c",
     "kernels/ep_kernels/native/rows.c",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from pathlib import Path
 
 _DIRECTORY = Path(__file__).parent / "native"
@@ -12,13 +13,15 @@ class NativeLibraryMissing(ImportError):
     """A compiled part of moemesh is not where the installation puts it."""
 
 
-def load(name: str) -> ctypes.PyDLL:
-    """``native/NAME.so``. Calls keep the interpreter's lock: they take microseconds, and giving it
-    up and getting it back would cost more. Raises ``NativeLibraryMissing``.
+@cache
+def load(name: str, *, keeps_lock: bool = True) -> ctypes.CDLL:
+    """``native/NAME.so``. Calls keep the interpreter's lock unless told otherwise: most take
+    microseconds, and giving it up and getting it back would cost more. Raises
+    ``NativeLibraryMissing``.
     """
     path = _DIRECTORY / f"{name}.so"
     try:
-        return ctypes.PyDLL(str(path))
+        return ctypes.PyDLL(str(path)) if keeps_lock else ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeLibraryMissing(
             f"cannot load {path}: {error}; install moemesh again (`pip install .` compiles it)"

@@ -7,9 +7,10 @@ Packing has two steps: ``keep`` chooses the storage and rounds the values to it,
 out for the kernel. Unpacking (``PackedLinear.matrix``) gives the kept values back bit by bit, so
 that a matrix can be packed again elsewhere and computes the same.
 
-``exact`` storages give rows that do not depend on how many other rows share the call. Whether a
-kernel keeps that promise for a shape is probed when the first matrix of that shape is packed; a
-kernel that fails is replaced by one that works row by row.
+``exact`` storages give rows that do not depend on how many other rows share the call. The fp16
+kernel is made so (see ``ep_kernels.half``). Whether oneDNN keeps that promise for a shape is probed
+when the first matrix of that shape is packed; where it does not, one takes its place that works row
+by row.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from typing import Any, Literal
 
 import torch
 from torch.nn.functional import linear
+
+from ep_kernels.half import HalfMatrix
+from ep_kernels.half import has_kernel as has_fp16_kernel
 
 Kind = Literal["auto", "fp32", "fp16"]
 StoredKind = Literal["fp32", "fp16"]
@@ -162,26 +166,24 @@ class _OneDnn(PackedLinear):
 
 
 class _Fp16(PackedLinear):
-    """fp16 in fbgemm's blocked layout, multiplied in fp32. Weights must lie in fp16's range."""
+    """fp16, multiplied in fp32 by a kernel of our own. Weights must lie in fp16's range."""
 
-    __slots__ = ("_apply", "_packed", "_unpack")
+    __slots__ = ("_half",)
 
     storage = Storage.FP16
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__(weight.shape[0], weight.shape[1])
-        ops: Any = torch.ops.quantized
-        self._packed = ops.linear_prepack_fp16(weight.float(), None)
-        self._apply = ops.linear_dynamic_fp16.default
-        self._unpack = ops.linear_unpack_fp16
+        self._half = HalfMatrix(weight.half())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self._apply(x, self._packed)
-        return y
+        if x.dim() == 2 and x.is_contiguous():
+            return self._half(x)
+        rows = x.reshape(-1, self.in_features).contiguous()
+        return self._half(rows).view(*x.shape[:-1], self.out_features)
 
     def matrix(self) -> Matrix:
-        weight, _bias = self._unpack(self._packed)
-        return Matrix(self.storage, weight.half())
+        return Matrix(self.storage, self._half.values())
 
 
 _LINEARS: dict[Storage, type[_Plain | _RowByRow | _OneDnn | _Fp16]] = {
@@ -249,9 +251,9 @@ def storage_fault(
         return f"this CPU has no kernel for {storage.name} weights"
     if not exact or storage is Storage.ROW_BY_ROW:
         return ""
-    stored: StoredKind = "fp16" if storage is Storage.FP16 else "fp32"
-    independent = storage is not Storage.PLAIN and _rows_are_independent(
-        stored, out_features, in_features, torch.get_num_threads()
+    independent = storage is Storage.FP16 or (
+        storage is Storage.ONEDNN
+        and _rows_are_independent(out_features, in_features, torch.get_num_threads())
     )
     return "" if independent else f"rows of {storage.name} weights depend on the batch here"
 
@@ -280,18 +282,6 @@ def is_lossless_fp16(weight: torch.Tensor) -> bool:
 
 
 @lru_cache(maxsize=1)
-def has_fp16_kernel() -> bool:
-    """Whether fbgemm's fp16 linear exists here and multiplies correctly."""
-    try:
-        weight = torch.linspace(-1, 1, 37 * 19).view(37, 19)
-        x = torch.linspace(-1, 1, 5 * 19).view(5, 19)
-        got = _Fp16(weight)(x)
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return False
-    return torch.allclose(got, linear(x, weight.half().float()), atol=1e-4)
-
-
-@lru_cache(maxsize=1)
 def has_onednn_kernel() -> bool:
     """Whether oneDNN's packed linear exists here and multiplies correctly."""
     try:
@@ -317,19 +307,15 @@ def _keep_exact(dense: torch.Tensor, kind: Kind) -> Matrix:
     out_features, in_features = dense.shape
     threads = torch.get_num_threads()
     if kind == "fp16" and _fits_fp16(dense) and has_fp16_kernel():
-        if _rows_are_independent("fp16", out_features, in_features, threads):
-            return Matrix(Storage.FP16, dense.half())
-        return Matrix(Storage.ROW_BY_ROW, dense.half().float())
-    if has_onednn_kernel() and _rows_are_independent("fp32", out_features, in_features, threads):
+        return Matrix(Storage.FP16, dense.half())
+    if has_onednn_kernel() and _rows_are_independent(out_features, in_features, threads):
         return Matrix(Storage.ONEDNN, dense)
     return Matrix(Storage.ROW_BY_ROW, dense)
 
 
 @lru_cache(maxsize=4096)
-def _rows_are_independent(
-    kind: StoredKind, out_features: int, in_features: int, threads: int
-) -> bool:
-    """Compare rows computed together with the same rows computed alone, bit by bit.
+def _rows_are_independent(out_features: int, in_features: int, threads: int) -> bool:
+    """Compare rows that oneDNN computes together with the same rows computed alone, bit by bit.
 
     ``threads`` belongs to the key because kernels split their sums by thread.
     """
@@ -337,7 +323,7 @@ def _rows_are_independent(
     generator = torch.Generator().manual_seed(0)
     probed = min(out_features, max(1, _PROBE_VALUES // max(1, in_features)))
     weight = torch.randn(probed, in_features, generator=generator)
-    packed = (_Fp16 if kind == "fp16" else _OneDnn)(weight)
+    packed = _OneDnn(weight)
     x = torch.randn(_PROBE_BATCHES[-1], in_features, generator=generator)
     alone = torch.cat([packed(x[i : i + 1]) for i in range(x.shape[0])])
     return all(torch.equal(packed(x[:rows]), alone[:rows]) for rows in _PROBE_BATCHES)

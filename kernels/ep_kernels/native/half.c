@@ -1,0 +1,182 @@
+/* Products with fp16 weights in fp32: y [rows, out] = x [rows, in] times w [out, in] transposed.
+ *
+ * Weights lie in panels of as many outputs as two vectors hold; within one, input by input. So one
+ * read of a panel serves up to a block of rows, whose sums stay in registers. Each sum is one chain
+ * of fused multiply-adds over the inputs in order: its bits depend on its row and its output alone,
+ * not on the other rows, the width of vectors or the number of threads.
+ *
+ * The caller's face is ep_kernels/half.py.
+ */
+#include <stdint.h>
+#include <string.h>
+
+/* Weights, packed; the last panel is filled up with zeros. */
+typedef struct {
+    int64_t outputs, inputs, width;
+    const uint16_t *packed; /* [panels, inputs, width] */
+} half_matrix;
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#define INLINED static inline __attribute__((always_inline))
+
+/* Hardware fetches ahead within a page of 4 KiB only; a stream of weights wants more. */
+enum { AHEAD = 4096 };
+/* Rows of x that are taken through all panels at a time stay in a core's second cache. */
+enum { X_BYTES = 1 << 20, GROUP_BYTES = 1 << 18 };
+enum { WIDEST = 32, MOST_ROWS = 12 };
+
+/* Unrolled, so that an array of sums is an array of registers. */
+#define EACH_ROW(ROWS) _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; r++)
+
+/* Rows of x, a panel and where its sums go, each row `x_stride` and `y_stride` values on. */
+#define PANEL const float *x, int64_t x_stride, const uint16_t *w, int64_t inputs, float *y, int64_t y_stride
+
+#define OF_AVX512 __attribute__((target("avx512f")))
+#define SUMS_AVX512(ROWS)                                                                          \
+    OF_AVX512 static void sums_avx512_##ROWS(PANEL) {                                              \
+        __m512 low[ROWS], high[ROWS];                                                              \
+        EACH_ROW(ROWS) low[r] = high[r] = _mm512_setzero_ps();                                     \
+        for (int64_t k = 0; k < inputs; k++, w += 32) {                                            \
+            _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T0);                                    \
+            __m512 a = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)w));                    \
+            __m512 b = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(w + 16)));             \
+            EACH_ROW(ROWS) {                                                                       \
+                __m512 value = _mm512_set1_ps(x[r * x_stride + k]);                                \
+                low[r] = _mm512_fmadd_ps(value, a, low[r]);                                        \
+                high[r] = _mm512_fmadd_ps(value, b, high[r]);                                      \
+            }                                                                                      \
+        }                                                                                          \
+        EACH_ROW(ROWS) {                                                                           \
+            _mm512_storeu_ps(y + r * y_stride, low[r]);                                            \
+            _mm512_storeu_ps(y + r * y_stride + 16, high[r]);                                      \
+        }                                                                                          \
+    }
+
+#define OF_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define SUMS_AVX2(ROWS)                                                                            \
+    OF_AVX2 static void sums_avx2_##ROWS(PANEL) {                                                  \
+        __m256 low[ROWS], high[ROWS];                                                              \
+        EACH_ROW(ROWS) low[r] = high[r] = _mm256_setzero_ps();                                     \
+        for (int64_t k = 0; k < inputs; k++, w += 16) {                                            \
+            _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T0);                                    \
+            __m256 a = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)w));                       \
+            __m256 b = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(w + 8)));                 \
+            EACH_ROW(ROWS) {                                                                       \
+                __m256 value = _mm256_set1_ps(x[r * x_stride + k]);                                \
+                low[r] = _mm256_fmadd_ps(value, a, low[r]);                                        \
+                high[r] = _mm256_fmadd_ps(value, b, high[r]);                                      \
+            }                                                                                      \
+        }                                                                                          \
+        EACH_ROW(ROWS) {                                                                           \
+            _mm256_storeu_ps(y + r * y_stride, low[r]);                                            \
+            _mm256_storeu_ps(y + r * y_stride + 8, high[r]);                                       \
+        }                                                                                          \
+    }
+
+#define UP_TO_6(SUMS) SUMS(1) SUMS(2) SUMS(3) SUMS(4) SUMS(5) SUMS(6)
+UP_TO_6(SUMS_AVX2)
+UP_TO_6(SUMS_AVX512)
+SUMS_AVX512(7)
+SUMS_AVX512(8)
+SUMS_AVX512(9)
+SUMS_AVX512(10)
+SUMS_AVX512(11)
+SUMS_AVX512(12)
+
+typedef void (*sums)(PANEL);
+
+static const struct kernel {
+    int64_t width, most_rows;
+    sums of[MOST_ROWS + 1];
+} avx512 = {32, 12, {0, sums_avx512_1, sums_avx512_2, sums_avx512_3, sums_avx512_4, sums_avx512_5,
+                     sums_avx512_6, sums_avx512_7, sums_avx512_8, sums_avx512_9, sums_avx512_10,
+                     sums_avx512_11, sums_avx512_12}},
+  avx2 = {16, 6, {0, sums_avx2_1, sums_avx2_2, sums_avx2_3, sums_avx2_4, sums_avx2_5, sums_avx2_6}};
+
+static int runs(const struct kernel *is) {
+    if (is == &avx512) return __builtin_cpu_supports("avx512f");
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("f16c");
+}
+
+/* Panels `from` to `to` of the products. */
+static void multiply(const half_matrix *is, int64_t from, int64_t to, const float *x,
+                     int64_t x_stride, int64_t rows, float *y, int64_t y_stride) {
+    const struct kernel *with = is->width == avx512.width ? &avx512 : &avx2;
+    int64_t width = is->width, inputs = is->inputs;
+    int64_t most = X_BYTES / (4 * (inputs + 1)), chunk = most > with->most_rows ? most : with->most_rows;
+    int64_t at_once = GROUP_BYTES / (2 * width * (inputs + 1));
+    if (at_once < 1) at_once = 1;
+    float edge[MOST_ROWS * WIDEST];
+    for (int64_t begin = 0; begin < rows; begin += chunk) {
+        int64_t count = rows - begin < chunk ? rows - begin : chunk;
+        int64_t blocks = (count + with->most_rows - 1) / with->most_rows;
+        for (int64_t group = from; group < to; group += at_once) {
+            int64_t end = group + at_once < to ? group + at_once : to;
+            for (int64_t block = 0; block < blocks; block++) {
+                /* Blocks as even as can be. */
+                int64_t low = begin + count * block / blocks;
+                int64_t n = begin + count * (block + 1) / blocks - low;
+                const float *rows_x = x + low * x_stride;
+                for (int64_t panel = group; panel < end; panel++) {
+                    const uint16_t *w = is->packed + panel * inputs * width;
+                    int64_t first = panel * width, there = is->outputs - first;
+                    float *rows_y = y + low * y_stride + first;
+                    if (there >= width) {
+                        with->of[n](rows_x, x_stride, w, inputs, rows_y, y_stride);
+                        continue;
+                    }
+                    with->of[n](rows_x, x_stride, w, inputs, edge, width);
+                    for (int64_t r = 0; r < n; r++)
+                        memcpy(rows_y + r * y_stride, edge + r * width, (size_t)there * sizeof *edge);
+                }
+            }
+        }
+    }
+}
+
+int64_t moemesh_half_width(int64_t most) {
+    if (most >= avx512.width && runs(&avx512)) return avx512.width;
+    return most >= avx2.width && runs(&avx2) ? avx2.width : 0;
+}
+
+#else
+
+static void multiply(const half_matrix *is, int64_t from, int64_t to, const float *x,
+                     int64_t x_stride, int64_t rows, float *y, int64_t y_stride) {
+    (void)is, (void)from, (void)to, (void)x, (void)x_stride, (void)rows, (void)y, (void)y_stride;
+}
+
+/* Outputs of the widest panel, up to `most`, that this CPU has a kernel for; 0 if none. */
+int64_t moemesh_half_width(int64_t most) {
+    (void)most;
+    return 0;
+}
+
+#endif
+
+/* values [outputs, inputs] -> packed [panels, inputs, width]. */
+void moemesh_half_pack(const uint16_t *values, int64_t outputs, int64_t inputs, int64_t width,
+                       uint16_t *packed) {
+    for (int64_t first = 0; first < outputs; first += width, packed += inputs * width)
+        for (int64_t j = 0; j < width; j++)
+            for (int64_t k = 0; k < inputs; k++)
+                packed[k * width + j] = first + j < outputs ? values[(first + j) * inputs + k] : 0;
+}
+
+/* And back. */
+void moemesh_half_unpack(const half_matrix *is, uint16_t *values) {
+    int64_t width = is->width;
+    for (int64_t out = 0; out < is->outputs; out++) {
+        const uint16_t *from = is->packed + out / width * is->inputs * width + out % width;
+        for (int64_t k = 0; k < is->inputs; k++) *values++ = from[k * width];
+    }
+}
+
+/* One product. Rows of x and y lie x_stride and y_stride values apart. */
+void moemesh_half_linear(const half_matrix *is, const float *x, int64_t x_stride, int64_t rows,
+                         float *y, int64_t y_stride) {
+    multiply(is, 0, (is->outputs + is->width - 1) / is->width, x, x_stride, rows, y, y_stride);
+}

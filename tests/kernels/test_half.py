@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from ep_kernels.half import HalfMatrix, has_kernel, panel_width
+from torch.nn.functional import linear
+
+pytestmark = pytest.mark.skipif(not has_kernel(), reason="this CPU has no fp16 kernel")
+
+WIDTHS = [width for width in (16, 32) if has_kernel() and panel_width(width) == width]
+SHAPES = [(1, 1), (3, 5), (16, 32), (31, 7), (33, 100), (96, 64), (513, 129), (70, 9000)]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 11, 12, 13, 25, 64, 130])
+def test_product_equals_torchs(width: int, shape: tuple[int, int], rows: int) -> None:
+    values, x = torch.randn(shape).half(), torch.randn(rows, shape[1])
+    exact = linear(x.double(), values.double())
+    got = HalfMatrix(values, width)(x)
+    assert got.shape == exact.shape
+    torch.testing.assert_close(got.double(), exact, atol=1e-5 * shape[1] ** 0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_rows_bits_do_not_depend_on_company_vectors_or_place(shape: tuple[int, int]) -> None:
+    values, x = torch.randn(shape).half(), torch.randn(150, shape[1])
+    alone = torch.cat([HalfMatrix(values, WIDTHS[0])(row) for row in x.split(1)])
+    for width in WIDTHS:
+        matrix = HalfMatrix(values, width)
+        for rows in (2, 6, 12, 13, 40, 150):
+            assert torch.equal(matrix(x[150 - rows :]), alone[150 - rows :])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rows_may_lie_apart_and_nothing_else_is_written(width: int) -> None:
+    matrix = HalfMatrix(torch.randn(37, 20).half(), width)
+    x, out = torch.randn(9, 64), torch.full((9, 100), float("nan"))
+    matrix.into(x[:, 30:50], out[:, 7:44])
+    assert torch.equal(out[:, 7:44], matrix(x[:, 30:50].contiguous()))
+    assert out[:, :7].isnan().all()
+    assert out[:, 44:].isnan().all()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_values_come_back_bit_by_bit(width: int) -> None:
+    values = torch.randint(-(2**15), 2**15, (45, 77), dtype=torch.int16).view(torch.float16)
+    back = HalfMatrix(values, width).values()
+    assert torch.equal(back.view(torch.int16), values.view(torch.int16))
+
+
+def test_weights_of_all_sizes_are_taken_as_they_are() -> None:
+    """Below fp16's normal range, the largest, both zeros."""
+    values = torch.tensor([[2.0**-24, 65504.0, -0.0, -(2.0**-14)]]).half()
+    x = torch.eye(4)
+    assert torch.equal(HalfMatrix(values)(x).T, values.float())
