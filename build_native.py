@@ -27,7 +27,7 @@ SOURCES = (
 )
 # No -march: the library may run on another machine than it was built on. No contraction of
 # multiply and add: the same inputs give the same bits everywhere.
-FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra")
+FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-pthread")
 
 
 def compiler() -> list[str] | None:

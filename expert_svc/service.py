@@ -18,6 +18,7 @@ from time import monotonic
 from typing import Any
 
 import torch
+from ep_kernels.crew import Crew
 from ep_kernels.plane import ExpertPlane, PlaneError
 from ep_kernels.planes import Listening, expert_plane
 from ep_kernels.tcp.expert import TcpExpertPlane
@@ -361,6 +362,7 @@ async def main(ctx: Context) -> None:
     """Serve until ``ctx.stopping``. Raises ``CannotServe``, ``RefusedByPlanner`` or a crash."""
     settings = ctx.settings
     torch.set_num_threads(settings.expert.threads)
+    Crew(settings.expert.threads - 1).share()
     with ExitStack() as stack:
         try:
             path = checkpoint_dir(settings.model.path)

@@ -148,7 +148,11 @@ class RouterSettings(_Section, frozen=True, kw_only=True):
     """Micro-batches of a step that ping-pong between attention and experts. auto: 2 when
     max(t_attn, 2 t_exp(b/2)) < t_attn + t_exp(b) by measured times, else 1."""
     threads: int = 1
-    """OpenMP threads of tensor operations. More than one pays only on idle cores."""
+    """Threads of tensor operations. More than one pays only on idle cores."""
+    matrix_threads: int = 0
+    """Threads of products with large fp16 matrices while none of the router's tokens is with the
+    experts: those of this host have cores to spare then. 0: one for each core that the process may
+    use, divided by mesh.routers and tp, at most 4. Never fewer than threads."""
     capacity_tokens: int = 256
     """Tokens per lane message; larger parts are split."""
     wire: Literal["fp32", "fp16", "bf16"] = "fp32"
@@ -170,7 +174,7 @@ class ExpertSettings(_Section, frozen=True, kw_only=True):
     of times slower. On a GPU weights are bf16 whatever the checkpoint's type. See
     docs/devices.md."""
     threads: int = 1
-    """OpenMP threads of the grouped FFN."""
+    """Threads of the grouped FFN."""
     slots_per_layer: int = 0
     """Most slots per MoE layer that a worker offers. 0: as many as the planner gives it."""
     speed: float = 1.0

@@ -15,6 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from time import perf_counter_ns
 
 import torch
+from ep_kernels.crew import Crew
 from ep_kernels.plane import RouterPlane
 from structlog.typing import FilteringBoundLogger
 
@@ -89,11 +90,12 @@ class Engine:
         changed: Callable[[], None],
         log: FilteringBoundLogger,
         reach: Reach,
+        matrix_threads: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``deliver`` gets each step's results and ``changed`` is called when ``state.unserved`` or
         ``state.epoch`` changed, both on the compute thread: they must hand over and return.
-        ``exact`` must be that of the model and the lanes.
+        ``exact`` must be that of the model and the lanes. ``matrix_threads``: see the setting.
         """
         spec = model.spec
         self._model = model
@@ -115,6 +117,7 @@ class Engine:
         self._lanes = Lanes(plane, clock, log, reach)
         self._view: View | None = None
         self._unserved = EngineState().unserved
+        crew = Crew(matrix_threads - 1)
         self._experts = MeshExperts(
             plane,
             num_experts=spec.num_experts,
@@ -126,6 +129,7 @@ class Engine:
             answer_timeout_s=answer_timeout_s(settings),
             clock=clock,
             times=self.times,
+            crew=crew,
             wire_bytes=_WIRE_BYTES[settings.wire],
         )
         self.recorder = Recorder(self._experts.counts, spec.moe_layers, settings.record_steps)
@@ -141,6 +145,7 @@ class Engine:
             model,
             model.new_kv_cache(blocks, settings.block_size),
             self._experts,
+            crew=crew,
             micro_batches=settings.micro_batches,
             pump=self._pump,
             wait=self._wait_for_experts,

@@ -25,6 +25,7 @@ from time import perf_counter_ns
 
 import numpy as np
 import torch
+from ep_kernels.crew import Crew
 from ep_kernels.plane import Answer, AnswerStatus, IntArray, LaneLost, Part, RouterPlane
 from ep_kernels.routing import Choice, Counts
 
@@ -90,11 +91,12 @@ class MeshExperts:
         answer_timeout_s: float,
         clock: Callable[[], float],
         times: Times,
+        crew: Crew,
         wire_bytes: int = 4,
     ) -> None:
         """``timeout_s``: how long pairs may be parked. ``answer_timeout_s``: how long a worker may
         take for a part. ``clock``: monotonic seconds. ``wire_bytes``: of one activation on the way
-        to a worker.
+        to a worker. ``crew`` shares no work while a dispatch is out.
         """
         self._plane = plane
         self._layer_index = {layer: index for index, layer in enumerate(moe_layers)}
@@ -108,6 +110,7 @@ class MeshExperts:
         self._longest_s = 0.0  # time that a part has taken lately
         self._clock = clock
         self._times = times
+        self._crew = crew
         self._wire_bytes = wire_bytes
         self.counts = Counts(len(moe_layers), num_experts)
         """Tokens routed to each expert since start."""
@@ -208,6 +211,7 @@ class MeshExperts:
         weights fp32 ``[tokens, top_k]``; none may change until the ticket's ``result``.
         """
         started = perf_counter_ns()
+        self._crew.keep()  # workers of this host are about to need their cores
         ticket = MeshTicket(self, layer, x, topk_ids, topk_weights, started)
         if decodes:
             try:

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import structlog
 import torch
+from ep_kernels.crew import Crew
 from structlog.typing import FilteringBoundLogger
 
 from mesh import logs
@@ -129,6 +130,7 @@ def main(argument: str) -> ExitCode:
     log: FilteringBoundLogger = structlog.get_logger("follower")
     log = log.bind(role="router", id=task.router, rank=task.rank)
     torch.set_num_threads(task.threads)
+    Crew(task.threads - 1).share()
     try:
         leader = LeaderLink(socket.socket(fileno=task.link_fd))
         parts = load_shard(

@@ -9,6 +9,7 @@ worker it says so, and what it has taken waits.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -67,6 +68,9 @@ _RETRY_AFTER_S = 1.0
 _DRAIN_LOOK_S = 0.05
 _RING_SLOTS_PER_MICRO_BATCH = 2
 """Two, so that a prompt chunk of twice the capacity of a message goes out without waiting."""
+_MOST_MATRIX_THREADS = 4
+"""By default: so many cores read about as fast as memory gives."""
+
 _OWN = b""
 """Owner of the router's own sequences; ZeroMQ never names a peer so."""
 
@@ -257,6 +261,7 @@ class Router:
             changed=lambda: self._in_loop(self._engine_changed),
             log=ctx.log,
             reach=reach(network.data_plane, host_id(ctx.settings)),
+            matrix_threads=_matrix_threads(ctx.settings),
         )
 
     def _load_progress(self, share: float) -> None:
@@ -438,6 +443,12 @@ def lane_shape(settings: Settings, spec: ModelSpec) -> LaneShape:
     except PlaneError as error:
         raise CannotServe(str(error)) from error
     return shape
+
+
+def _matrix_threads(settings: Settings) -> int:
+    router = settings.router
+    cores = len(os.sched_getaffinity(0)) // (settings.mesh.routers * router.tp)
+    return max(router.matrix_threads or min(cores, _MOST_MATRIX_THREADS), router.threads)
 
 
 def router_group(ctx: Context, path: Path, spec: ModelSpec) -> Group:

@@ -13,6 +13,7 @@ from time import perf_counter_ns
 from typing import Any, Literal
 
 import torch
+from ep_kernels.crew import Crew
 from structlog.typing import FilteringBoundLogger
 
 from mesh.messages import Logprob
@@ -69,6 +70,7 @@ class StepRunner:
         kv: Any,
         experts: MeshExperts,
         *,
+        crew: Crew,
         micro_batches: Literal["auto", "1", "2", "3", "4"],
         pump: Callable[[], None],
         wait: Callable[[], bool],
@@ -81,6 +83,7 @@ class StepRunner:
         self._model = TimedModel(model, times)
         self._kv = kv
         self._experts = experts
+        self._crew = crew
         self._clients = self._model.clients(experts.micro_batch)
         self._fixed = None if micro_batches == "auto" else int(micro_batches)
         self._rule = MicroBatchRule()
@@ -108,6 +111,8 @@ class StepRunner:
             for batch in tuple(batches):
                 if batch.ticket is None or batch.ticket.done:
                     advanced = True
+                    if not any(_is_away(other) for other in batches):
+                        self._crew.share()  # nothing is with the experts: their cores are idle
                     if self._advance(batch, result):
                         batches.remove(batch)
             if batches:
@@ -119,6 +124,7 @@ class StepRunner:
                 waited_ns = perf_counter_ns() - waited
                 times.wait_ns += waited_ns
                 times.layers.wait[times.layers.groups.of(times.layer)] += waited_ns
+        self._crew.keep()
         times.tokens += tokens
         if self._fixed is None and whole and not result.failed:
             self._rule.observe(
@@ -213,3 +219,7 @@ class StepRunner:
             known += logprob_rows(
                 logprobs, targets, [sequence.sampling.prompt_logprobs] * len(targets)
             )
+
+
+def _is_away(batch: _MicroBatch) -> bool:
+    return batch.ticket is not None and not batch.ticket.done

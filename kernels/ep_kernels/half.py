@@ -28,52 +28,81 @@ class _Matrix(ctypes.Structure):
     )
 
 
-class HalfMatrix:
-    """``x [n, inputs] fp32 -> [n, outputs]``. Immutable, thread-safe."""
+class HalfMatrices:
+    """Some matrices of one shape, each for its own part of a row. Immutable, thread-safe."""
 
-    __slots__ = ("_address", "_brief", "_held", "_long", "inputs", "outputs")
+    __slots__ = ("_address", "_brief", "_held", "_long", "count", "inputs", "outputs")
 
     def __init__(self, values: torch.Tensor, most_width: int = 32) -> None:
-        """``values [outputs, inputs]`` fp16, contiguous; copied. ``has_kernel()`` must be true.
+        """``values [count, outputs, inputs]`` fp16; copied. ``has_kernel()`` must be true.
 
         ``most_width``: outputs that the CPU may take at a time, 32 with AVX-512 and 16 with AVX2.
         """
         assert values.dtype is torch.float16, "fp16 weights"
-        assert values.is_contiguous(), "C reads them as they lie"
-        self.outputs, self.inputs = values.shape
         width = panel_width(most_width)
         assert width, "no kernel for this CPU"
-        packed = torch.empty(-(-self.outputs // width) * width * self.inputs, dtype=torch.float16)
-        load("half").moemesh_half_pack(
-            *(_POINTER(values.data_ptr()), _LONG(self.outputs), _LONG(self.inputs)),
-            *(_LONG(width), _POINTER(packed.data_ptr())),
-        )
-        matrix = _Matrix(self.outputs, self.inputs, width, packed.data_ptr())
-        self._held = (matrix, packed)
-        self._address = ctypes.addressof(matrix)
+        self.count, self.outputs, self.inputs = values.shape
+        panels = -(-self.outputs // width)
+        packed = torch.empty((self.count, panels * width * self.inputs), dtype=torch.float16)
+        matrices = (_Matrix * self.count)()
+        for i, (matrix, into) in enumerate(zip(values, packed, strict=True)):
+            given = matrix.contiguous()
+            load("half").moemesh_half_pack(
+                *(_POINTER(given.data_ptr()), _LONG(self.outputs), _LONG(self.inputs)),
+                *(_LONG(width), _POINTER(into.data_ptr())),
+            )
+            matrices[i] = _Matrix(self.outputs, self.inputs, width, into.data_ptr())
+        self._held = (matrices, packed)
+        self._address = ctypes.addressof(matrices)
         self._brief = _linear(load("half"))
         self._long = _linear(load("half", keeps_lock=False))
 
+    def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """``x [n, count, inputs]`` fp32 -> ``out [n, count, outputs]``; only the values of one
+        matrix must lie together in either.
+        """
+        rows = x.shape[0]
+        assert x.shape == (rows, self.count, self.inputs), "not a row of these matrices"
+        assert out.shape == (rows, self.count, self.outputs), "not a row of these matrices"
+        assert x.dtype is out.dtype is torch.float32, "fp32 rows"
+        assert x.stride(2) == 1 or self.inputs == 1, "C reads a part of a row as it lies"
+        assert out.stride(2) == 1 or self.outputs == 1, "C writes a part of a row as it lies"
+        long = rows * self.count * self.inputs * self.outputs >= _LONG_CALL
+        (self._long if long else self._brief)(
+            *(self._address, self.count, rows),
+            *(x.data_ptr(), x.stride(0), x.stride(1)),
+            *(out.data_ptr(), out.stride(0), out.stride(1)),
+        )
+
+    def values(self) -> torch.Tensor:
+        """``[count, outputs, inputs]`` fp16, bit by bit as they were packed; the caller's own."""
+        values = torch.empty((self.count, self.outputs, self.inputs), dtype=torch.float16)
+        for matrix, into in zip(self._held[0], values, strict=True):
+            load("half").moemesh_half_unpack(ctypes.byref(matrix), _POINTER(into.data_ptr()))
+        return values
+
+
+class HalfMatrix:
+    """One matrix: ``x [n, inputs] fp32 -> [n, outputs]``. Immutable, thread-safe."""
+
+    __slots__ = ("_one",)
+
+    def __init__(self, values: torch.Tensor, most_width: int = 32) -> None:
+        """``values [outputs, inputs]`` fp16; see ``HalfMatrices``."""
+        self._one = HalfMatrices(values.unsqueeze(0), most_width)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty((x.shape[0], self.outputs))
+        out = torch.empty((x.shape[0], self._one.outputs))
         self.into(x, out)
         return out
 
     def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Fill ``out [n, outputs]``. Rows of both may lie apart, as in a slice of columns."""
-        rows, stride = x.shape[0], x.stride(0)
-        assert x.shape[1] == self.inputs, "not a row of this matrix"
-        assert x.dtype is torch.float32, "fp32 rows"
-        assert x.stride(1) == 1 or self.inputs == 1, "a row's values lie together"
-        long = rows * self.inputs * self.outputs >= _LONG_CALL
-        call = self._long if long else self._brief
-        call(self._address, x.data_ptr(), stride, rows, out.data_ptr(), out.stride(0))
+        self._one.into(x.unsqueeze(1), out.unsqueeze(1))
 
     def values(self) -> torch.Tensor:
         """``[outputs, inputs]`` fp16, bit by bit as they were packed; the caller's own."""
-        values = torch.empty((self.outputs, self.inputs), dtype=torch.float16)
-        load("half").moemesh_half_unpack(_POINTER(self._address), _POINTER(values.data_ptr()))
-        return values
+        return self._one.values().squeeze(0)
 
 
 def has_kernel() -> bool:
@@ -92,5 +121,5 @@ def panel_width(most: int) -> int:
 def _linear(library: ctypes.CDLL) -> Callable[..., None]:
     call: Any = library.moemesh_half_linear
     call.restype = None
-    call.argtypes = (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG)
+    call.argtypes = (_POINTER, _LONG, _LONG, *(_POINTER, _LONG, _LONG) * 2)
     return call  # type: ignore[no-any-return]

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from ep_kernels.packed import Kind, PackedLinear, is_dispatch_bound, pack_linear
+from ep_kernels.half import HalfMatrices
+from ep_kernels.packed import (
+    Kind,
+    PackedLinear,
+    Storage,
+    is_dispatch_bound,
+    keep,
+    pack_linear,
+)
 
 from moe_model.architecture import MlaSpec, RopeSpec
 from moe_model.rope import pair_order
@@ -41,7 +49,7 @@ class Folded:
 
 
 class Batched:
-    """One batched product over the heads each way.
+    """fp32: one batched product over the heads each way.
 
     Reading the matrices bounds a few tokens, and only matrix times vector does that at full speed;
     many tokens are the left factor, as a GEMM wants them.
@@ -58,6 +66,35 @@ class Batched:
 
     def expand(self, latents: torch.Tensor) -> torch.Tensor:
         return _over_heads(self._value_up, latents).flatten(1)
+
+
+class Half:
+    """fp16: all heads' products in one call each way."""
+
+    def __init__(self, key_up: torch.Tensor, value_up: torch.Tensor) -> None:
+        """``key_up [heads, latent, nope]``, ``value_up [heads, value, latent]``, both fp16."""
+        self._key_up, self._value_up = HalfMatrices(key_up), HalfMatrices(value_up)
+
+    def absorb(self, q: torch.Tensor) -> torch.Tensor:
+        nope, latent = self._key_up.inputs, self._key_up.outputs
+        out = q.new_empty(q.shape[0], q.shape[1], latent + q.shape[2] - nope)
+        self._key_up.into(q[..., :nope], out[..., :latent])
+        out[..., latent:] = q[..., nope:]
+        return out
+
+    def expand(self, latents: torch.Tensor) -> torch.Tensor:
+        out = latents.new_empty(latents.shape[0], latents.shape[1], self._value_up.outputs)
+        self._value_up.into(latents, out)
+        return out.flatten(1)
+
+
+def by_heads(matrices: LatentMatrices, kind: Kind) -> Batched | Half:
+    """``kv_b`` as it is best kept, see ``ep_kernels.packed.keep``."""
+    key_up = matrices.key_up.transpose(1, 2)  # [heads, latent, nope]
+    kept = [keep(each.flatten(0, 1), kind) for each in (key_up, matrices.value_up)]
+    if any(each.storage is not Storage.FP16 for each in kept):
+        return Batched(matrices)
+    return Half(kept[0].values.view(key_up.shape), kept[1].values.view(matrices.value_up.shape))
 
 
 def _over_heads(matrices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -17,10 +17,10 @@ from ep_kernels.rows import LatentRows
 from moe_model.architecture import MlaSpec, RopeSpec
 from moe_model.attention.absorb import (
     Absorption,
-    Batched,
     Folded,
     LatentMatrices,
     PerHead,
+    by_heads,
     fold_output,
     fold_query,
     folds,
@@ -106,7 +106,7 @@ class LatentAttention:
         elif exact:
             self._absorption = PerHead(matrices, kind)
         else:
-            self._absorption = Batched(matrices)
+            self._absorption = by_heads(matrices, kind)
             self._kv_up = pack_linear(weights["kv_b"], kind)
         self._out_width = out.shape[1]
         self._o = _linear(out, weights.get("o_bias"), kind, exact)

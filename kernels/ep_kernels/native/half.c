@@ -7,14 +7,29 @@
  *
  * The caller's face is ep_kernels/half.py.
  */
-#include <stdint.h>
+#include "crew.h"
 #include <string.h>
+
+/* Weights of a piece of work for one of several threads: some 5 us of reading. */
+enum { PIECE_BYTES = 1 << 16 };
+/* With many rows: what stays in a core's second cache while they pass. */
+enum { GROUP_BYTES = 1 << 18, FEW_ROWS = 12 };
 
 /* Weights, packed; the last panel is filled up with zeros. */
 typedef struct {
     int64_t outputs, inputs, width;
     const uint16_t *packed; /* [panels, inputs, width] */
 } half_matrix;
+
+/* Where rows lie: each x_row and y_row values after the one before; and within a row, what each of
+ * several matrices takes and gives, x_step and y_step after that of the one before. */
+typedef struct {
+    const float *x;
+    int64_t x_row, x_step;
+    float *y;
+    int64_t y_row, y_step;
+    int64_t count;
+} half_rows;
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -24,7 +39,7 @@ typedef struct {
 /* Hardware fetches ahead within a page of 4 KiB only; a stream of weights wants more. */
 enum { AHEAD = 4096 };
 /* Rows of x that are taken through all panels at a time stay in a core's second cache. */
-enum { X_BYTES = 1 << 20, GROUP_BYTES = 1 << 18 };
+enum { X_BYTES = 1 << 20 };
 enum { WIDEST = 32, MOST_ROWS = 12 };
 
 /* Unrolled, so that an array of sums is an array of registers. */
@@ -101,37 +116,34 @@ static int runs(const struct kernel *is) {
            __builtin_cpu_supports("f16c");
 }
 
-/* Panels `from` to `to` of the products. */
-static void multiply(const half_matrix *is, int64_t from, int64_t to, const float *x,
-                     int64_t x_stride, int64_t rows, float *y, int64_t y_stride) {
+/* Panels `from` to `to` of one matrix, which fit a core's second cache if there are many rows. */
+static void multiply(const half_matrix *is, int64_t from, int64_t to, const half_rows *rows,
+                     int64_t place) {
     const struct kernel *with = is->width == avx512.width ? &avx512 : &avx2;
-    int64_t width = is->width, inputs = is->inputs;
-    int64_t most = X_BYTES / (4 * (inputs + 1)), chunk = most > with->most_rows ? most : with->most_rows;
-    int64_t at_once = GROUP_BYTES / (2 * width * (inputs + 1));
-    if (at_once < 1) at_once = 1;
+    int64_t width = is->width, inputs = is->inputs, most = with->most_rows;
+    int64_t chunk = X_BYTES / (4 * (inputs + 1));
+    if (chunk < most) chunk = most;
     float edge[MOST_ROWS * WIDEST];
-    for (int64_t begin = 0; begin < rows; begin += chunk) {
-        int64_t count = rows - begin < chunk ? rows - begin : chunk;
-        int64_t blocks = (count + with->most_rows - 1) / with->most_rows;
-        for (int64_t group = from; group < to; group += at_once) {
-            int64_t end = group + at_once < to ? group + at_once : to;
-            for (int64_t block = 0; block < blocks; block++) {
-                /* Blocks as even as can be. */
-                int64_t low = begin + count * block / blocks;
-                int64_t n = begin + count * (block + 1) / blocks - low;
-                const float *rows_x = x + low * x_stride;
-                for (int64_t panel = group; panel < end; panel++) {
-                    const uint16_t *w = is->packed + panel * inputs * width;
-                    int64_t first = panel * width, there = is->outputs - first;
-                    float *rows_y = y + low * y_stride + first;
-                    if (there >= width) {
-                        with->of[n](rows_x, x_stride, w, inputs, rows_y, y_stride);
-                        continue;
-                    }
-                    with->of[n](rows_x, x_stride, w, inputs, edge, width);
-                    for (int64_t r = 0; r < n; r++)
-                        memcpy(rows_y + r * y_stride, edge + r * width, (size_t)there * sizeof *edge);
+    for (int64_t begin = 0; begin < rows->count; begin += chunk) {
+        int64_t count = rows->count - begin < chunk ? rows->count - begin : chunk;
+        int64_t blocks = (count + most - 1) / most;
+        for (int64_t block = 0; block < blocks; block++) {
+            /* Blocks as even as can be. */
+            int64_t low = begin + count * block / blocks;
+            int64_t n = begin + count * (block + 1) / blocks - low;
+            const float *x = rows->x + low * rows->x_row + place * rows->x_step;
+            float *y = rows->y + low * rows->y_row + place * rows->y_step;
+            for (int64_t panel = from; panel < to; panel++) {
+                const uint16_t *w = is->packed + panel * inputs * width;
+                int64_t first = panel * width, there = is->outputs - first;
+                if (there >= width) {
+                    with->of[n](x, rows->x_row, w, inputs, y + first, rows->y_row);
+                    continue;
                 }
+                with->of[n](x, rows->x_row, w, inputs, edge, width);
+                for (int64_t r = 0; r < n; r++)
+                    memcpy(y + first + r * rows->y_row, edge + r * width,
+                           (size_t)there * sizeof *edge);
             }
         }
     }
@@ -144,9 +156,9 @@ int64_t moemesh_half_width(int64_t most) {
 
 #else
 
-static void multiply(const half_matrix *is, int64_t from, int64_t to, const float *x,
-                     int64_t x_stride, int64_t rows, float *y, int64_t y_stride) {
-    (void)is, (void)from, (void)to, (void)x, (void)x_stride, (void)rows, (void)y, (void)y_stride;
+static void multiply(const half_matrix *is, int64_t from, int64_t to, const half_rows *rows,
+                     int64_t place) {
+    (void)is, (void)from, (void)to, (void)rows, (void)place;
 }
 
 /* Outputs of the widest panel, up to `most`, that this CPU has a kernel for; 0 if none. */
@@ -175,8 +187,29 @@ void moemesh_half_unpack(const half_matrix *is, uint16_t *values) {
     }
 }
 
-/* One product. Rows of x and y lie x_stride and y_stride values apart. */
-void moemesh_half_linear(const half_matrix *is, const float *x, int64_t x_stride, int64_t rows,
-                         float *y, int64_t y_stride) {
-    multiply(is, 0, (is->outputs + is->width - 1) / is->width, x, x_stride, rows, y, y_stride);
+/* Pieces of the products of several matrices of one shape: as many panels as are worth handing to
+ * another thread. */
+typedef struct {
+    const half_matrix *matrices;
+    const half_rows *rows;
+    int64_t panels, at_once, pieces_each;
+} half_work;
+
+static void do_piece(void *of, int64_t piece) {
+    const half_work *is = of;
+    int64_t place = piece / is->pieces_each, from = piece % is->pieces_each * is->at_once;
+    int64_t to = from + is->at_once < is->panels ? from + is->at_once : is->panels;
+    multiply(is->matrices + place, from, to, is->rows, place);
+}
+
+/* What each of `count` matrices of one shape makes of its part of every row. */
+void moemesh_half_linear(const half_matrix *matrices, int64_t count, int64_t rows, const float *x,
+                         int64_t x_row, int64_t x_step, float *y, int64_t y_row, int64_t y_step) {
+    half_rows at = {x, x_row, x_step, y, y_row, y_step, rows};
+    half_work work = {.matrices = matrices, .rows = &at};
+    int64_t bytes = rows > FEW_ROWS ? GROUP_BYTES : PIECE_BYTES;
+    work.panels = (matrices->outputs + matrices->width - 1) / matrices->width;
+    work.at_once = bytes / (2 * matrices->width * (matrices->inputs + 1)) + 1;
+    work.pieces_each = (work.panels + work.at_once - 1) / work.at_once;
+    crew_do(do_piece, &work, count * work.pieces_each);
 }

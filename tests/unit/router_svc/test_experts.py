@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from ep_kernels.crew import Crew
 from ep_kernels.grouped_ffn import ExpertBank, reference_rows, reference_sum
 from ep_kernels.plane import LaneShape
 
@@ -48,6 +49,7 @@ class Mesh:
             answer_timeout_s=2.0,
             clock=self.clock,
             times=Times(),
+            crew=Crew(0),
         )
 
     def start(self, name: str, slots: list[int]) -> None:
