@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from ep_kernels.few import FEW_TOKENS, FewDense
+from ep_kernels.half_ffn import half_expert
 from ep_kernels.packed import Kind, pack_linear, serial_rows
 from torch.nn.functional import silu
 
@@ -11,7 +12,7 @@ from torch.nn.functional import silu
 class SwiGlu:
     """``down(silu(gate x) * up x)``: ``[n, hidden] -> [n, hidden]``."""
 
-    __slots__ = ("_down", "_exact", "_few", "_gate_up", "_halves", "_inner")
+    __slots__ = ("_down", "_exact", "_few", "_gate_up", "_half", "_halves", "_inner")
 
     def __init__(
         self,
@@ -26,6 +27,7 @@ class SwiGlu:
         self._halves = [self._inner, self._inner]
         self._gate_up = pack_linear(torch.cat([gate, up]), kind, exact=exact)
         self._down = pack_linear(down, kind, exact=exact)
+        self._half = half_expert(self._gate_up, self._down)
         self._exact = exact
         self._few = None
         if not exact and 4 * 3 * gate.numel() <= FewDense.MOST_BYTES:
@@ -34,6 +36,8 @@ class SwiGlu:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._few is not None and x.shape[0] <= FEW_TOKENS:
             return self._few(x)
+        if self._half is not None:
+            return self._half(x)
         gate_up = self._gate_up(x)  # [n, 2 inner]
         if not self._exact:
             gate, up = gate_up.split_with_sizes(self._halves, 1)

@@ -21,6 +21,7 @@ from torch.nn.functional import linear, silu
 
 from ep_kernels.bank import KeptExpert, LoadedExpert, SlotEmptyError, Slots
 from ep_kernels.few import FewFfn
+from ep_kernels.half_ffn import HalfExpert, HalfFfn, half_expert
 from ep_kernels.packed import (
     Kind,
     Matrix,
@@ -70,6 +71,8 @@ class PackedExpert:
 
     gate_up: PackedLinear
     down: PackedLinear
+    half: HalfExpert | None
+    """Both in one call, where both are fp16."""
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +84,7 @@ class PackedExpert:
 
     def ffn(self, x: torch.Tensor) -> torch.Tensor:
         """``[rows, hidden] fp32 -> [rows, hidden]``, without a bank. Any thread."""
-        return self.down(_swiglu(self.gate_up(x)))
+        return self.half(x) if self.half is not None else self.down(_swiglu(self.gate_up(x)))
 
 
 ExpertWeights: TypeAlias = SmallExpert | PackedExpert
@@ -128,6 +131,7 @@ class ExpertBank(Slots):
         self._small = is_dispatch_bound(2 * intermediate, hidden) and (whole_lines or not exact)
         self._experts: list[ExpertWeights | None] = [None] * num_slots
         self._few = FewFfn(hidden, intermediate, self.holds, _FEW)
+        self._half = HalfFfn(hidden, intermediate, num_slots)
 
     @property
     def num_slots(self) -> int:
@@ -184,7 +188,8 @@ class ExpertBank(Slots):
                 raise ValueError(fault)
         if self._small:
             return SmallExpert(kept.gate_up.values, kept.down.values)
-        return PackedExpert(pack(kept.gate_up), pack(kept.down))
+        gate_up, down = pack(kept.gate_up), pack(kept.down)
+        return PackedExpert(gate_up, down, half_expert(gate_up, down))
 
     def prepare(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> ExpertWeights:
         """``keep`` and ``pack`` in one call."""
@@ -201,6 +206,10 @@ class ExpertBank(Slots):
         self.holds[slot] = logical_expert
         if isinstance(weights, SmallExpert):
             self._few.put(slot, weights.gate_up, weights.down)
+        elif weights.half is not None:
+            self._half.put(slot, weights.half)
+        else:
+            self._half.clear(slot)
 
     def load(
         self,
@@ -217,6 +226,7 @@ class ExpertBank(Slots):
         """Empty ``slot`` and free its weights."""
         self.holds[slot] = -1
         self._few.clear(slot)
+        self._half.clear(slot)
         self._experts[slot] = None
 
     def resize(self, num_slots: int) -> None:
@@ -226,6 +236,7 @@ class ExpertBank(Slots):
         holds = self.resized(num_slots)
         stay = min(num_slots, self.num_slots)
         self._few.resize(holds)
+        self._half.resize(num_slots)
         self._experts = self._experts[:stay] + [None] * (num_slots - stay)
         self.holds = holds
 
@@ -258,8 +269,8 @@ class ExpertBank(Slots):
             if bad is not None:
                 raise SlotEmptyError(int(pair_slot[bad]))
             return
-        if x.shape[0] == 1 and not self._small:
-            self._run_alone(x, pair_slot.tolist(), pair_weight.tolist(), out)
+        # An empty slot, or one whose matrices are not fp16, leaves it to what follows.
+        if not self._small and self._half(x, pair_token, pair_slot, pair_weight, out) is None:
             return
         groups = self._group(pair_slot)
         if groups.order is not None:
@@ -279,6 +290,8 @@ class ExpertBank(Slots):
             return
         if x.dtype is not torch.float32:
             x = x.float()
+        if not self._small and self._half(x, pair_token, pair_slot, None, out) is None:
+            return
         groups = self._group(pair_slot)
         if groups.order is None:
             token = torch.from_numpy(pair_token)
@@ -311,15 +324,6 @@ class ExpertBank(Slots):
             raise SlotEmptyError(slot)
         assert isinstance(expert, PackedExpert)
         return expert
-
-    def _run_alone(
-        self, x: torch.Tensor, slots: list[int], weights: list[float], out: torch.Tensor
-    ) -> None:
-        """All pairs belong to the only token: nothing to sort or gather."""
-        out.zero_()
-        for slot, weight in zip(slots, weights, strict=True):
-            expert = self._packed_expert(slot)
-            out.add_(expert.down(self._activate(expert.gate_up(x))), alpha=weight)
 
     def _grouped(
         self, rows: torch.Tensor, groups: _Groups, weight: FloatArray | None

@@ -31,7 +31,7 @@ class _Matrix(ctypes.Structure):
 class HalfMatrices:
     """Some matrices of one shape, each for its own part of a row. Immutable, thread-safe."""
 
-    __slots__ = ("_address", "_brief", "_held", "_long", "count", "inputs", "outputs")
+    __slots__ = ("_brief", "_held", "_long", "address", "count", "inputs", "outputs")
 
     def __init__(self, values: torch.Tensor, most_width: int = 32) -> None:
         """``values [count, outputs, inputs]`` fp16; copied. ``has_kernel()`` must be true.
@@ -53,7 +53,8 @@ class HalfMatrices:
             )
             matrices[i] = _Matrix(self.outputs, self.inputs, width, into.data_ptr())
         self._held = (matrices, packed)
-        self._address = ctypes.addressof(matrices)
+        self.address = ctypes.addressof(matrices)
+        """C's ``half_matrix[count]``."""
         self._brief = _linear(load("half"))
         self._long = _linear(load("half", keeps_lock=False))
 
@@ -69,7 +70,7 @@ class HalfMatrices:
         assert out.stride(2) == 1 or self.outputs == 1, "C writes a part of a row as it lies"
         long = rows * self.count * self.inputs * self.outputs >= _LONG_CALL
         (self._long if long else self._brief)(
-            *(self._address, self.count, rows),
+            *(self.address, self.count, rows),
             *(x.data_ptr(), x.stride(0), x.stride(1)),
             *(out.data_ptr(), out.stride(0), out.stride(1)),
         )
@@ -85,20 +86,26 @@ class HalfMatrices:
 class HalfMatrix:
     """One matrix: ``x [n, inputs] fp32 -> [n, outputs]``. Immutable, thread-safe."""
 
-    __slots__ = ("_one",)
+    __slots__ = ("_brief", "_long", "_long_rows", "_one", "address", "inputs", "outputs")
 
     def __init__(self, values: torch.Tensor, most_width: int = 32) -> None:
         """``values [outputs, inputs]`` fp16; see ``HalfMatrices``."""
         self._one = HalfMatrices(values.unsqueeze(0), most_width)
+        self.address = self._one.address
+        self.outputs, self.inputs = values.shape
+        self._long_rows = _LONG_CALL // max(1, values.numel())
+        self._brief = _linear(load("half"))
+        self._long = _linear(load("half", keeps_lock=False))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty((x.shape[0], self._one.outputs))
-        self.into(x, out)
+        rows, inputs = x.shape
+        assert inputs == self.inputs, "not a row of this matrix"
+        assert x.dtype is torch.float32, "fp32 rows"
+        assert x.is_contiguous(), "C reads rows as they lie"
+        out = torch.empty((rows, self.outputs))
+        call = self._long if rows > self._long_rows else self._brief
+        call(self.address, 1, rows, x.data_ptr(), inputs, 0, out.data_ptr(), self.outputs, 0)
         return out
-
-    def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Fill ``out [n, outputs]``. Rows of both may lie apart, as in a slice of columns."""
-        self._one.into(x.unsqueeze(1), out.unsqueeze(1))
 
     def values(self) -> torch.Tensor:
         """``[outputs, inputs]`` fp16, bit by bit as they were packed; the caller's own."""

@@ -92,6 +92,11 @@ class PackedLinear(ABC):
     def kind(self) -> StoredKind:
         return "fp16" if self.storage is Storage.FP16 else "fp32"
 
+    @property
+    def half(self) -> HalfMatrix | None:
+        """The matrix as C has it, where it is kept in fp16."""
+        return None
+
     @abstractmethod
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -175,6 +180,10 @@ class _Fp16(PackedLinear):
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__(weight.shape[0], weight.shape[1])
         self._half = HalfMatrix(weight.half())
+
+    @property
+    def half(self) -> HalfMatrix:
+        return self._half
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() == 2 and x.is_contiguous():

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
-from ep_kernels.half import HalfMatrix, has_kernel, panel_width
+from ep_kernels.crew import Crew
+from ep_kernels.half import HalfMatrices, HalfMatrix, has_kernel, panel_width
 from torch.nn.functional import linear
 
 pytestmark = pytest.mark.skipif(not has_kernel(), reason="this CPU has no fp16 kernel")
@@ -34,12 +37,14 @@ def test_a_rows_bits_do_not_depend_on_company_vectors_or_place(shape: tuple[int,
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_rows_may_lie_apart_and_nothing_else_is_written(width: int) -> None:
-    matrix = HalfMatrix(torch.randn(37, 20).half(), width)
-    x, out = torch.randn(9, 64), torch.full((9, 100), float("nan"))
-    matrix.into(x[:, 30:50], out[:, 7:44])
-    assert torch.equal(out[:, 7:44], matrix(x[:, 30:50].contiguous()))
-    assert out[:, :7].isnan().all()
-    assert out[:, 44:].isnan().all()
+    values = torch.randn(3, 37, 20).half()
+    x, out = torch.randn(9, 3, 64), torch.full((9, 3, 100), float("nan"))
+    HalfMatrices(values, width).into(x[..., 30:50], out[..., 7:44])
+    for i in range(3):
+        alone = HalfMatrix(values[i], width)(x[:, i, 30:50].contiguous())
+        assert torch.equal(out[:, i, 7:44], alone)
+    assert out[..., :7].isnan().all()
+    assert out[..., 44:].isnan().all()
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -54,3 +59,33 @@ def test_weights_of_all_sizes_are_taken_as_they_are() -> None:
     values = torch.tensor([[2.0**-24, 65504.0, -0.0, -(2.0**-14)]]).half()
     x = torch.eye(4)
     assert torch.equal(HalfMatrix(values)(x).T, values.float())
+
+
+def test_a_crew_changes_no_bit() -> None:
+    crew = Crew(2)
+    matrix, heads = HalfMatrix(torch.randn(700, 900).half()), torch.randn(5, 200, 300).half()
+    several = HalfMatrices(heads)
+    for rows in (1, 3, 40):
+        x, y = torch.randn(rows, 900), torch.randn(rows, 5, 300)
+        alone, alone_several = matrix(x), torch.empty(rows, 5, 200)
+        several.into(y, alone_several)
+        for _ in range(50):
+            crew.share()
+            shared = torch.empty(rows, 5, 200)
+            several.into(y, shared)
+            assert torch.equal(matrix(x), alone)
+            assert torch.equal(shared, alone_several)
+            crew.keep()
+
+
+def test_several_threads_may_multiply_while_a_crew_helps_one_of_them() -> None:
+    crew = Crew(1)
+    matrix, x = HalfMatrix(torch.randn(2048, 1024).half()), torch.randn(40, 1024)
+    alone = matrix(x)
+    crew.share()
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            got = [pool.submit(matrix, x) for _ in range(60)]
+            assert all(torch.equal(future.result(30), alone) for future in got)
+    finally:
+        crew.keep()

@@ -6,13 +6,6 @@
 #include "lane.h"
 #include "rows.h"
 
-/* One version for each width of vectors, chosen as the library is loaded. */
-#if defined(__x86_64__) && defined(__GLIBC__)
-#define EACH_WIDTH __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define EACH_WIDTH
-#endif
-
 /* y [n] += x [rows] times w [rows, n]. */
 INLINED void add_rows(const float *x, const float *w, int32_t rows, int32_t n, float *restrict y) {
     int32_t i = 0;

@@ -8,7 +8,7 @@
  * The caller's face is ep_kernels/half.py.
  */
 #include "crew.h"
-#include <string.h>
+#include "rows.h"
 
 /* Weights of a piece of work for one of several threads: some 5 us of reading. */
 enum { PIECE_BYTES = 1 << 16 };
@@ -33,8 +33,6 @@ typedef struct {
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-
-#define INLINED static inline __attribute__((always_inline))
 
 /* Hardware fetches ahead within a page of 4 KiB only; a stream of weights wants more. */
 enum { AHEAD = 4096 };
@@ -203,7 +201,7 @@ static void do_piece(void *of, int64_t piece) {
 }
 
 /* What each of `count` matrices of one shape makes of its part of every row. */
-void moemesh_half_linear(const half_matrix *matrices, int64_t count, int64_t rows, const float *x,
+static void products(const half_matrix *matrices, int64_t count, int64_t rows, const float *x,
                          int64_t x_row, int64_t x_step, float *y, int64_t y_row, int64_t y_step) {
     half_rows at = {x, x_row, x_step, y, y_row, y_step, rows};
     half_work work = {.matrices = matrices, .rows = &at};
@@ -212,4 +210,84 @@ void moemesh_half_linear(const half_matrix *matrices, int64_t count, int64_t row
     work.at_once = bytes / (2 * matrices->width * (matrices->inputs + 1)) + 1;
     work.pieces_each = (work.panels + work.at_once - 1) / work.at_once;
     crew_do(do_piece, &work, count * work.pieces_each);
+}
+
+void moemesh_half_linear(const half_matrix *matrices, int64_t count, int64_t rows, const float *x,
+                         int64_t x_row, int64_t x_step, float *y, int64_t y_row, int64_t y_step) {
+    products(matrices, count, rows, x, x_row, x_step, y, y_row, y_step);
+}
+
+/* A SwiGLU FFN: gate_up [2 inner, hidden], gate first, and down [hidden, inner]. NULL: none. */
+typedef struct {
+    const half_matrix *gate_up, *down;
+} half_expert;
+
+/* x [rows, 2 inner]: the first halves become silu of themselves times the second. */
+EACH_WIDTH static void activate(float *x, int64_t rows, int64_t inner) {
+    for (int64_t r = 0; r < rows; r++, x += 2 * inner)
+        for (int64_t j = 0; j < inner; j++) x[j] *= x[inner + j] / (1.0f + exp_of(-x[j]));
+}
+
+/* x [rows, hidden] -> out [rows, hidden]. Scratch: [rows, 2 inner]. */
+static void run_expert(const half_expert *is, const float *x, int64_t rows, float *scratch,
+                       float *out) {
+    int64_t hidden = is->gate_up->inputs, inner = is->down->inputs;
+    products(is->gate_up, 1, rows, x, hidden, 0, scratch, 2 * inner, 0);
+    activate(scratch, rows, inner);
+    products(is->down, 1, rows, scratch, 2 * inner, 0, out, hidden, 0);
+}
+
+/* One expert for x [rows, hidden] -> out [rows, hidden], most_rows at a time. */
+void moemesh_half_expert(const half_expert *is, const float *x, int64_t rows, int64_t most_rows,
+                         float *scratch, float *out) {
+    int64_t hidden = is->gate_up->inputs;
+    for (int64_t at = 0; at < rows; at += most_rows)
+        run_expert(is, x + at * hidden, rows - at < most_rows ? rows - at : most_rows, scratch,
+                   out + at * hidden);
+}
+
+EACH_WIDTH static void add_weighted(const float *row, float weight, int64_t width, float *out) {
+    for (int64_t i = 0; i < width; i++) out[i] += weight * row[i];
+}
+
+/* The FFN of each pair's token x [tokens, hidden] by the expert in its slot. With weights: their
+ * weighted sum by token -> out [tokens, hidden], added up in the order of slots; without: each
+ * pair's own row -> out [pairs, hidden]. Pairs of a slot run together, most_rows at a time.
+ * Scratch: order [slots + pairs], rows [most_rows, 2 hidden + 2 inner]. Returns the first pair whose
+ * slot is empty or not there, -1 if none. */
+int64_t moemesh_half_ffn(const half_expert *experts, int64_t slots, int64_t hidden, const float *x,
+                         int64_t tokens, const int32_t *token, const int32_t *slot,
+                         const float *weight, int64_t pairs, int32_t *order, int64_t most_rows,
+                         float *scratch, float *out) {
+    int32_t *end = order + pairs; /* [slots] */
+    memset(end, 0, (size_t)slots * sizeof *end);
+    for (int64_t p = 0; p < pairs; p++) {
+        if (slot[p] < 0 || slot[p] >= slots || !experts[slot[p]].gate_up) return p;
+        end[slot[p]]++;
+    }
+    for (int64_t s = 1; s < slots; s++) end[s] += end[s - 1];
+    for (int64_t p = pairs; p-- > 0;) order[--end[slot[p]]] = (int32_t)p;
+    if (weight) memset(out, 0, (size_t)(tokens * hidden) * sizeof *out);
+
+    float *given = scratch, *made = given + most_rows * hidden, *within = made + most_rows * hidden;
+    for (int64_t at = 0, rows; at < pairs; at += rows) {
+        int32_t in = slot[order[at]];
+        for (rows = 1; rows < most_rows && at + rows < pairs && slot[order[at + rows]] == in;) rows++;
+        const float *from = x + token[order[at]] * hidden;
+        if (rows > 1) {
+            for (int64_t r = 0; r < rows; r++)
+                memcpy(given + r * hidden, x + token[order[at + r]] * hidden,
+                       (size_t)hidden * sizeof *x);
+            from = given;
+        }
+        run_expert(experts + in, from, rows, within, made);
+        for (int64_t r = 0; r < rows; r++) {
+            int32_t p = order[at + r];
+            if (weight)
+                add_weighted(made + r * hidden, weight[p], hidden, out + token[p] * hidden);
+            else
+                memcpy(out + p * hidden, made + r * hidden, (size_t)hidden * sizeof *out);
+        }
+    }
+    return -1;
 }

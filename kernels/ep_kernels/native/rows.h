@@ -7,6 +7,13 @@
 
 #define INLINED static inline __attribute__((always_inline))
 
+/* One version for each width of vectors, chosen as the library is loaded. */
+#if defined(__x86_64__) && defined(__GLIBC__)
+#define EACH_WIDTH __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define EACH_WIDTH
+#endif
+
 enum { LANES = 16 }; /* partial sums, so that they become vector code */
 
 INLINED float sum_of(float lane[LANES]) {

@@ -1,0 +1,118 @@
+"""SwiGLU FFNs with fp16 weights, each a call into C: ``down(silu(gate x) * up x)``.
+
+With torch an expert is half a dozen calls, and a few tokens read its weights in 200 us. Rows depend
+on themselves and their expert alone, as in ``ep_kernels.half``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+import numpy as np
+import torch
+
+from ep_kernels.half import HalfMatrix
+from ep_kernels.native_library import load
+from ep_kernels.packed import PackedLinear
+from ep_kernels.plane import FloatArray, IntArray
+
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
+
+MOST_ROWS: Final = 128
+"""Rows that pass through an expert together: beyond it they gain nothing, and take memory."""
+
+_library = load("half", keeps_lock=False)
+_expert = _library.moemesh_half_expert
+_expert.restype = None
+_expert.argtypes = (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER)
+_ffn = _library.moemesh_half_ffn
+_ffn.restype = _LONG
+_ffn.argtypes = (
+    *(_POINTER, _LONG, _LONG, _POINTER, _LONG),
+    *(_POINTER, _POINTER, _POINTER, _LONG),
+    *(_POINTER, _LONG, _POINTER, _POINTER),
+)
+
+
+class HalfExpert:
+    """One FFN: ``x [n, hidden] fp32 -> [n, hidden]``. Immutable, thread-safe."""
+
+    __slots__ = ("_address", "_held", "_hidden", "_inner", "pointers")
+
+    def __init__(self, gate_up: HalfMatrix, down: HalfMatrix) -> None:
+        """``gate_up [2 inner, hidden]``, gate first; ``down [hidden, inner]``."""
+        assert gate_up.outputs == 2 * down.inputs, "gate and up are as wide as down's input"
+        assert gate_up.inputs == down.outputs, "an FFN keeps the width"
+        self._hidden, self._inner = down.outputs, down.inputs
+        self.pointers = (gate_up.address, down.address)
+        """C's ``half_expert``."""
+        at = (_POINTER * 2)(*self.pointers)
+        self._address = ctypes.addressof(at)
+        self._held = (gate_up, down, at)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows, hidden = x.shape
+        assert hidden == self._hidden, "not a row of this FFN"
+        assert x.is_contiguous(), "C reads rows as they lie"
+        most = min(rows, MOST_ROWS)
+        out, scratch = torch.empty((rows, hidden)), torch.empty(2 * self._inner * most)
+        _expert(self._address, x.data_ptr(), rows, most, scratch.data_ptr(), out.data_ptr())
+        return out
+
+
+def half_expert(gate_up: PackedLinear, down: PackedLinear) -> HalfExpert | None:
+    """The FFN of both matrices; None unless both are kept in fp16."""
+    if gate_up.half is None or down.half is None:
+        return None
+    return HalfExpert(gate_up.half, down.half)
+
+
+class HalfFfn:
+    """Experts in slots. The caller keeps those alive that it puts there."""
+
+    __slots__ = ("_hidden", "_inner", "_slots")
+
+    def __init__(self, hidden: int, inner: int, slots: int) -> None:
+        self._hidden, self._inner = hidden, inner
+        self._slots = np.zeros((slots, 2), dtype=np.uintp)
+
+    def resize(self, slots: int) -> None:
+        """Have so many slots: new ones are empty, the others stay as they are."""
+        stay = min(slots, len(self._slots))
+        kept = np.zeros((slots, 2), dtype=np.uintp)
+        kept[:stay] = self._slots[:stay]
+        self._slots = kept
+
+    def put(self, slot: int, expert: HalfExpert) -> None:
+        self._slots[slot] = expert.pointers
+
+    def clear(self, slot: int) -> None:
+        self._slots[slot] = 0
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        pair_token: IntArray,
+        pair_slot: IntArray,
+        pair_weight: FloatArray | None,
+        out: torch.Tensor,
+    ) -> int | None:
+        """``x [n, hidden]`` fp32 and pairs whose tokens lie in range -> ``out``: with weights
+        ``[n, hidden]``, each token's weighted sum over its pairs in the order of slots; without
+        ``[pairs, hidden]``, each pair's row. Returns the first pair whose slot is empty or not
+        there, and leaves ``out`` as it was.
+        """
+        assert x.is_contiguous(), "C reads rows as they lie"
+        assert out.is_contiguous(), "C writes rows as they lie"
+        pairs, slots = pair_slot.size, len(self._slots)
+        most = min(pairs, MOST_ROWS)
+        order = np.empty(slots + pairs, dtype=np.int32)
+        scratch = torch.empty(most * 2 * (self._hidden + self._inner))
+        bad = _ffn(
+            *(self._slots.ctypes.data, slots, self._hidden, x.data_ptr(), x.shape[0]),
+            *(pair_token.ctypes.data, pair_slot.ctypes.data),
+            *(None if pair_weight is None else pair_weight.ctypes.data, pairs),
+            *(order.ctypes.data, most, scratch.data_ptr(), out.data_ptr()),
+        )
+        return None if bad < 0 else int(bad)
