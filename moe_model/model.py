@@ -90,6 +90,7 @@ class RouterModel:
         self._cache_width = attention.cache_width
         self._stride = row_stride(attention.cache_width)
         self._window = attention.sliding_window if isinstance(attention, GqaSpec) else None
+        self._has_few = any(layer.few is not None for layer in parts.layers)
         self._expand = (
             expand_rule(attention, spec.hidden_size, exact=exact)
             if isinstance(attention, MlaSpec)
@@ -122,7 +123,7 @@ class RouterModel:
 
         Raises ``ValueError`` for chunks that do not fit the context or their block table.
         """
-        shape = CacheShape(block_size, self._stride, self._window, self.exact, self._expand)
+        shape = CacheShape(block_size, self._window, self.exact, self._has_few, self._expand)
         return plan_step(chunks, shape, self.spec.max_context, self._turns)
 
     def embed(self, plan: StepPlan) -> torch.Tensor:

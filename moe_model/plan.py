@@ -1,9 +1,8 @@
 """What one step does, worked out once and used by every layer.
 
 A step is a list of chunks: consecutive tokens of one sequence whose earlier tokens are already in
-the cache. The plan turns them into index tensors, and divides attention into *parts*: single
-tokens of many sequences run together as a padded ``Group``, everything else as a ``Span`` of one
-sequence.
+the cache. The plan turns them into index tensors, and divides attention into *parts*: single tokens
+of several sequences run together as a ``Group``, everything else as a ``Span`` of one sequence.
 """
 
 from __future__ import annotations
@@ -13,18 +12,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
-
-ALONE_BYTES = 256 * 1024
-"""A sequence whose keys take more than this is read in place rather than gathered, if it can be."""
-
-GROUP_BYTES = 8 * 1024 * 1024
-"""Most bytes that one group gathers: what stays in a core's share of the cache."""
-
-_SHORTEST_GROUP_BLOCKS = 8
-
-_Int64: TypeAlias = npt.NDArray[np.int64]
+from ep_kernels.attend import VisibleKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +47,12 @@ class CacheShape:
     """What the plan has to know of the cache and the attention that reads it."""
 
     block_size: int
-    stride: int
-    """fp32 values a row."""
     window: int | None
     """Tokens that a token sees, itself included; None for all before it."""
     exact: bool
     """No groups: each token attends by itself."""
+    lone_span: bool = False
+    """A step of one token is a span, for attention that has a way of its own for it."""
     expand: ExpandRule | None = None
     """None: no span expands."""
 
@@ -95,18 +84,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Single tokens of ``num`` sequences, padded to ``keys`` keys each.
+    """Single tokens of several sequences.
 
-    ``rows`` ``[num]`` are their rows in the step, None when they are all of it in order.
-    ``blocks`` ``[num * keys / block_size]`` are their own alone; ``mask`` ``[num, 1, keys]`` is
-    minus infinity at keys that a token does not see.
+    ``rows`` ``[n]`` are their rows in the step, None when they are all of it in order; ``visible``
+    the cache's rows that each sees.
     """
 
     rows: torch.Tensor | None
-    num: int
-    keys: int
-    blocks: torch.Tensor
-    mask: torch.Tensor
+    visible: VisibleKeys
 
 
 Part: TypeAlias = Span | Group
@@ -225,28 +210,10 @@ def _parts(
     num_tokens: int,
     shape: CacheShape,
 ) -> tuple[Part, ...]:
-    if len(singles) == 1 or shape.exact:
+    if shape.exact or (num_tokens == 1 and shape.lone_span):
         return tuple(_span(first, chunk, shape) for first, chunk in (*singles, *spans))
-    parts: list[Part] = []
-    buckets: dict[int, list[tuple[int, Chunk]]] = {}
-    for first, chunk in singles:
-        low = _first_visible(chunk.start, shape.window) // shape.block_size
-        blocks = chunk.start // shape.block_size + 1 - low
-        long = blocks * shape.block_size * shape.stride * 4 > ALONE_BYTES
-        if long and _run(chunk.block_table, low, low + blocks) >= 0:
-            parts.append(_span(first, chunk, shape))
-            continue
-        # Powers of two, so that padding at most doubles what is read.
-        bucket = max(_SHORTEST_GROUP_BLOCKS, 1 << (blocks - 1).bit_length())
-        buckets.setdefault(bucket, []).append((first, chunk))
-    for bucket, members in buckets.items():
-        each_bytes = bucket * shape.block_size * shape.stride * 4
-        most = max(1, GROUP_BYTES // each_bytes)
-        parts += [
-            _group(members[i : i + most], num_tokens, shape) for i in range(0, len(members), most)
-        ]
-    parts += [_span(first, chunk, shape) for first, chunk in spans]
-    return tuple(parts)
+    parts: list[Part] = [_group(singles, num_tokens, shape)] if singles else []
+    return (*parts, *(_span(first, chunk, shape) for first, chunk in spans))
 
 
 def _kept_rows(parts: tuple[Part, ...], num_tokens: int) -> torch.Tensor | None:
@@ -307,31 +274,16 @@ def _span_mask(start: int, count: int, begin: int, window: int | None) -> torch.
 
 
 def _group(members: list[tuple[int, Chunk]], num_tokens: int, shape: CacheShape) -> Group:
-    size, window = shape.block_size, shape.window
-    lows = [_first_visible(chunk.start, window) // size for _, chunk in members]
-    counts = [chunk.start // size + 1 - low for (_, chunk), low in zip(members, lows, strict=True)]
-    width = max(counts)
+    size = shape.block_size
     blocks: list[int] = []
-    for (_, chunk), low, count in zip(members, lows, counts, strict=True):
-        own = chunk.block_table[low : low + count]
-        blocks += own
-        # Padded with its own blocks: what is behind the mask is multiplied by 0, and a NaN of
-        # another sequence would come through.
-        blocks += [own[-1]] * (width - count)
-    # Key j of a member stands for position low * size + j.
-    last: _Int64 = np.array(
-        [[chunk.start - low * size] for (_, chunk), low in zip(members, lows, strict=True)]
-    )
-    keys = np.arange(width * size)
-    hidden = keys > last
-    if window is not None:
-        hidden |= keys <= last - window
-    mask = torch.zeros(len(members), 1, width * size)
-    mask.masked_fill_(torch.from_numpy(hidden).unsqueeze(1), float("-inf"))
+    places: list[tuple[int, int, int]] = []  # offset, skip, keys
+    for _, chunk in members:
+        begin = _first_visible(chunk.start, shape.window)
+        low = begin // size
+        places.append((len(blocks), begin - low * size, chunk.start + 1 - begin))
+        blocks += chunk.block_table[low : chunk.start // size + 1]
+    offset, skip, keys = torch.from_numpy(np.array(places, dtype=np.int64).T.copy())
     return Group(
         rows=None if len(members) == num_tokens else torch.tensor([first for first, _ in members]),
-        num=len(members),
-        keys=width * size,
-        blocks=torch.from_numpy(np.array(blocks, dtype=np.int64)),
-        mask=mask,
+        visible=VisibleKeys(torch.from_numpy(np.array(blocks, dtype=np.int64)), offset, skip, keys),
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from ep_kernels.attend import attend
 
 from moe_model.kv_cache import KVCache
 from moe_model.plan import Group, Part, Span
@@ -68,7 +69,7 @@ def over_parts(
 
 
 def _rows_of(part: Part) -> int:
-    return part.count if isinstance(part, Span) else part.num
+    return part.count if isinstance(part, Span) else part.visible.keys.shape[0]
 
 
 def span_rows(cache: KVCache, layer: int, span: Span) -> torch.Tensor:
@@ -79,21 +80,19 @@ def span_rows(cache: KVCache, layer: int, span: Span) -> torch.Tensor:
 
 
 def attend_group(
-    q: torch.Tensor, rows: torch.Tensor, group: Group, layout: RowLayout
+    q: torch.Tensor, cache: KVCache, layer: int, group: Group, layout: RowLayout
 ) -> torch.Tensor:
-    """One token of each sequence: ``q [num, heads, shared, key_dim]`` (``shared`` query heads a
-    key head), ``rows [num * keys, width]`` -> ``[num, heads, shared, value_dim]``.
+    """One token of each sequence: ``q [n, heads, shared, key_dim]`` (``shared`` query heads a key
+    head) -> ``[n, heads, shared, value_dim]``.
     """
-    padded = rows.view(group.num, group.keys, rows.shape[1])
-    outs = []
-    for head in range(layout.heads):
-        key_begin = head * layout.key_dim
-        value_begin = layout.value_offset + head * layout.value_dim
-        keys = padded[:, :, key_begin : key_begin + layout.key_dim]
-        scores = torch.baddbmm(group.mask, q[:, head], keys.transpose(1, 2))  # [num, shared, keys]
-        values = padded[:, :, value_begin : value_begin + layout.value_dim]
-        outs.append(torch.bmm(torch.softmax(scores, -1), values))
-    return outs[0].unsqueeze(1) if layout.heads == 1 else torch.stack(outs, 1)
+    return attend(
+        q,
+        cache.layers[layer],
+        cache.block_size,
+        group.visible,
+        value_dim=layout.value_dim,
+        value_offset=layout.value_offset,
+    )
 
 
 def attend_one(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -126,14 +125,6 @@ def attend_span(
         piece_out = torch.bmm(torch.softmax(scores, -1), values)
         out[rows] = piece_out.view(heads, -1, shared, values.shape[2]).transpose(0, 1)
     return out
-
-
-def attend_latents(q: torch.Tensor, rows: torch.Tensor, value_dim: int) -> torch.Tensor:
-    """One token, one key head, values in front of the keys: ``q [1, shared, width]``, cache rows
-    ``[T, width]`` -> ``[1, shared, value_dim]``. ``attend_one`` with fewer calls.
-    """
-    scores = torch.softmax(torch.mm(q.squeeze(0), rows.t()), -1)  # [shared, T]
-    return torch.mm(scores, rows.narrow(1, 0, value_dim)).unsqueeze(0)
 
 
 def attend_rows_alone(

@@ -82,8 +82,8 @@ class GroupedQueryAttention:
         def run(part_q: torch.Tensor, part: Part) -> torch.Tensor:
             grouped = part_q.view(-1, spec.num_kv_heads, self._shared, spec.head_dim)
             if isinstance(part, Group):
-                rows = cache.gather(layer, part.blocks)
-                return attend_group(grouped, rows, part, self._layout).view(part.num, queries)
+                out = attend_group(grouped, cache, layer, part, self._layout)
+                return out.view(-1, queries)
             rows = span_rows(cache, layer, part)
             if self._exact:
                 out = attend_rows_alone(grouped, rows, part, spec.sliding_window, self._layout)

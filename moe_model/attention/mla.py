@@ -29,7 +29,6 @@ from moe_model.attention.absorb import (
 from moe_model.attention.core import (
     RowLayout,
     attend_group,
-    attend_latents,
     attend_rows_alone,
     attend_span,
     over_parts,
@@ -190,13 +189,10 @@ class LatentAttention:
 
         def run(absorbed: torch.Tensor, part: Part) -> torch.Tensor:
             if isinstance(part, Group):
-                rows = cache.gather(layer, part.blocks)
-                return attend_group(absorbed.unsqueeze(1), rows, part, layout).squeeze(1)
+                return attend_group(absorbed.unsqueeze(1), cache, layer, part, layout).squeeze(1)
             rows = span_rows(cache, layer, part)
             if self._exact:
                 return attend_rows_alone(absorbed.unsqueeze(1), rows, part, None, layout).squeeze(1)
-            if part.count == 1:
-                return attend_latents(absorbed, rows, layout.value_dim)
             split = layout.split(rows)
             return attend_span(absorbed.unsqueeze(1), *split, part.mask).squeeze(1)
 

@@ -217,6 +217,9 @@ void moemesh_half_linear(const half_matrix *matrices, int64_t count, int64_t row
     products(matrices, count, rows, x, x_row, x_step, y, y_row, y_step);
 }
 
+/* For work of other libraries. */
+void moemesh_crew_do(crew_piece piece, void *work, int64_t pieces) { crew_do(piece, work, pieces); }
+
 /* A SwiGLU FFN: gate_up [2 inner, hidden], gate first, and down [hidden, inner]. NULL: none. */
 typedef struct {
     const half_matrix *gate_up, *down;

@@ -23,7 +23,7 @@ def test_span_equals_row_by_row_attention_however_it_is_cut(monkeypatch) -> None
     q = torch.randn(10, heads, shared, dim)
     keys, values = torch.randn(heads, 25, dim), torch.randn(heads, 25, 5)
     chunk = Chunk([0] * 10, 15, [0, 1])
-    plan = plan_step([chunk], CacheShape(16, 16, None, False), 100, lambda p: (p, p))
+    plan = plan_step([chunk], CacheShape(16, None, False), 100, lambda p: (p, p))
     (span,) = plan.parts
     assert isinstance(span, Span)
     want = naive(q, keys, values, 15)

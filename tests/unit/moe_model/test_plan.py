@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from moe_model.plan import (
-    ALONE_BYTES,
     CacheShape,
     Chunk,
     ExpandRule,
@@ -14,7 +15,8 @@ from moe_model.plan import (
     plan_step,
 )
 
-SHAPE = CacheShape(block_size=16, stride=16, window=None, exact=False)
+SHAPE = CacheShape(block_size=16, window=None, exact=False)
+LONE = replace(SHAPE, lone_span=True)
 
 
 def plan(chunks: list[Chunk], shape: CacheShape = SHAPE, max_context: int = 4096) -> StepPlan:
@@ -29,10 +31,10 @@ def test_tokens_positions_and_cache_rows_follow_the_chunks() -> None:
 
 
 def test_consecutive_blocks_are_read_in_place() -> None:
-    (span,) = plan([Chunk([1], 40, [7, 8, 9])]).parts
+    (span,) = plan([Chunk([1], 40, [7, 8, 9])], LONE).parts
     assert isinstance(span, Span)
     assert (span.run, span.keys, span.blocks, span.mask) == (7 * 16, 41, None, None)
-    (span,) = plan([Chunk([1], 40, [7, 9, 8])]).parts
+    (span,) = plan([Chunk([1], 40, [7, 9, 8])], LONE).parts
     assert isinstance(span, Span)
     assert span.run == -1
     assert span.blocks is not None
@@ -40,40 +42,33 @@ def test_consecutive_blocks_are_read_in_place() -> None:
 
 
 def test_unused_end_of_a_block_table_is_ignored() -> None:
-    (span,) = plan([Chunk([1], 16, [7, 8, 2, 5])]).parts
+    (span,) = plan([Chunk([1], 16, [7, 8, 2, 5])], LONE).parts
     assert isinstance(span, Span)
     assert span.run == 7 * 16
 
 
-def test_single_tokens_share_a_padded_group() -> None:
-    got = plan([Chunk([1], 20, [4, 2]), Chunk([2], 3, [6])])
-    (group,) = got.parts
+def test_single_tokens_of_several_sequences_form_a_group() -> None:
+    got = plan([Chunk([1], 20, [4, 2, 8]), Chunk([7, 7], 3, [5]), Chunk([2], 3, [6])])
+    group, span = got.parts
     assert isinstance(group, Group)
-    assert (group.rows, group.num, group.keys) == (None, 2, 32)
-    assert group.blocks.tolist() == [4, 2, 6, 6]  # padded with its own
-    visible = group.mask[:, 0] == 0
-    assert visible.sum(1).tolist() == [21, 4]
-    assert visible[1].nonzero().flatten().tolist() == [0, 1, 2, 3]
-
-
-def test_long_sequences_attend_alone_only_where_they_lie_together() -> None:
-    blocks = ALONE_BYTES // (16 * 16 * 4) + 1
-    long = list(range(blocks))
-    scattered = long[::-1]
-    start = blocks * 16 - 1
-    got = plan(
-        [Chunk([1], start, long), Chunk([2], start, scattered), Chunk([3], 0, [900])], SHAPE, 9999
+    assert isinstance(span, Span)
+    assert group.rows is not None
+    assert group.rows.tolist() == [0, 3]
+    seen = group.visible
+    assert seen.blocks.tolist() == [4, 2, 6]
+    assert (seen.offset.tolist(), seen.skip.tolist(), seen.keys.tolist()) == (
+        [0, 2],
+        [0, 0],
+        [21, 4],
     )
-    kinds = sorted(type(part).__name__ for part in got.parts)
-    assert kinds == ["Group", "Group", "Span"]
-    covered = []
-    for part in got.parts:
-        covered += [part.first] if isinstance(part, Span) else part.rows.tolist()
-    assert sorted(covered) == [0, 1, 2]
+    for chunks in ([Chunk([1], 20, [4, 2]), Chunk([2], 3, [6])], [Chunk([1], 20, [4, 2])]):
+        (group,) = plan(chunks).parts
+        assert isinstance(group, Group)
+        assert group.rows is None
 
 
 def test_window_bounds_what_is_read() -> None:
-    shape = CacheShape(block_size=16, stride=16, window=10, exact=False)
+    shape = CacheShape(block_size=16, window=10, exact=False, lone_span=True)
     (span,) = plan([Chunk([1], 50, list(range(4)))], shape).parts
     assert isinstance(span, Span)
     assert (span.begin, span.keys, span.run) == (41, 10, 41)
@@ -86,13 +81,18 @@ def test_window_bounds_what_is_read() -> None:
         assert visible.tolist() == list(range(41 + i, 51 + i))
     (group,) = plan([Chunk([1], 50, list(range(4))), Chunk([1], 5, [9])], shape).parts
     assert isinstance(group, Group)
-    assert (group.mask[:, 0] == 0).sum(1).tolist() == [10, 6]
-    assert group.blocks.tolist() == [2, 3, 9, 9]
+    seen = group.visible
+    assert seen.blocks.tolist() == [2, 3, 9]
+    assert (seen.offset.tolist(), seen.skip.tolist(), seen.keys.tolist()) == (
+        [0, 2],
+        [9, 0],
+        [10, 6],
+    )
 
 
 def test_long_spans_over_few_keys_expand() -> None:
     rule = ExpandRule(min_queries=10, max_keys=100)
-    shape = CacheShape(block_size=16, stride=16, window=None, exact=False, expand=rule)
+    shape = CacheShape(block_size=16, window=None, exact=False, expand=rule)
     table = list(range(20))
     got = plan(
         [
@@ -111,7 +111,7 @@ def test_long_spans_over_few_keys_expand() -> None:
 
 
 def test_exact_steps_have_no_groups_and_no_masks() -> None:
-    shape = CacheShape(block_size=16, stride=16, window=None, exact=True)
+    shape = CacheShape(block_size=16, window=None, exact=True)
     got = plan([Chunk([1], 3, [0]), Chunk([2], 3, [1]), Chunk([3, 4], 0, [2])], shape)
     assert all(isinstance(part, Span) and part.mask is None and part.run < 0 for part in got.parts)
 
