@@ -77,13 +77,14 @@ def _torch(machine: Machine) -> Iterator[Finding]:
         return
     build = f"for CUDA {torch.cuda}" if torch.cuda else "for CPUs"
     yield _ok("torch", f"{torch.version} {build}; instructions: {torch.cpu or 'unknown'}")
-    if torch.fp16_packed:
-        yield _ok("fp16 weights", "packed matrices (fbgemm)")
+    if torch.fp16_kernel:
+        yield _ok("fp16 weights", "a kernel for this CPU")
     else:
         yield Finding(
             about="fp16 weights",
             verdict="note",
-            found="torch has no fbgemm here: matrices stay fp32, at twice the memory traffic",
+            found="no kernel for this CPU, which has neither AVX-512 nor AVX2 with FMA and F16C: "
+            "matrices stay fp32, at twice the memory traffic",
         )
 
 

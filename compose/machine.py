@@ -46,7 +46,7 @@ class Torch(msgspec.Struct, frozen=True, kw_only=True):
     """Version of CUDA that it was built for; empty: a build for CPUs."""
     cpu: str = ""
     """Widest instructions that it uses: DEFAULT, AVX2, AVX512."""
-    fp16_packed: bool = False
+    fp16_kernel: bool = False
     gloo: bool = False
     nccl: str = ""
     """Version; empty where there is none, or no GPU that it could serve."""

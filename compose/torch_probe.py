@@ -12,13 +12,14 @@ import sys
 def probe() -> dict[str, object]:
     """Raises ``ImportError`` without torch."""
     import torch  # noqa: PLC0415 - is what this process is for
+    from ep_kernels.half import has_kernel  # noqa: PLC0415 - needs torch
 
     found: dict[str, object] = {
         "version": str(torch.__version__),
         "cuda": torch.version.cuda or "",
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "gloo": torch.distributed.is_available() and torch.distributed.is_gloo_available(),
-        "fp16_packed": "fbgemm" in torch.backends.quantized.supported_engines,
+        "fp16_kernel": has_kernel(),
     }
     if not torch.cuda.is_available():
         return found

@@ -29,7 +29,7 @@ CPU = Machine(
     open_files=65536,
     locked_memory=8 << 20,
     planes=("shm", "tcp", "gloo", "nccl", "symm"),
-    torch=Torch(version="2.13.0", cpu="AVX2", gloo=True, fp16_packed=True),
+    torch=Torch(version="2.13.0", cpu="AVX2", gloo=True, fp16_kernel=True),
 )
 GPU = msgspec.structs.replace(
     CPU,
@@ -39,7 +39,7 @@ GPU = msgspec.structs.replace(
     locked_memory=-1,
     packages={"triton": "3.6.0", "nvidia-nccl-cu13": "2.28"},
     torch=Torch(
-        version="2.11.0", cuda="13.0", cpu="AVX512", gloo=True, fp16_packed=True, nccl="2.28.9",
+        version="2.11.0", cuda="13.0", cpu="AVX512", gloo=True, fp16_kernel=True, nccl="2.28.9",
         gpus=(H200, H200), peers=((False, True), (True, False)),
     ),
 )  # fmt: skip
@@ -112,7 +112,7 @@ def test_gpus_are_told_with_what_they_reach() -> None:
         (without(GPU, torch=None), "torch", "note", "moemesh[gpu-cu13]"),
         (without(GPU, torch=None, driver="550.1"), "torch", "note", "moemesh[gpu-cu12]"),
         (without(CPU, torch=None, torch_error="no libgomp"), "torch", "fault", "moemesh[cpu]"),
-        (torch_with(CPU, fp16_packed=False), "fp16 weights", "note", ""),
+        (torch_with(CPU, fp16_kernel=False), "fp16 weights", "note", ""),
         (without(CPU, driver="580.1"), "driver", "note", "moemesh[gpu-cu13]"),
         (without(GPU, driver="550.54"), "driver", "fault", "newer driver"),
         (torch_with(GPU, gpus=()), "driver", "fault", "CUDA_VISIBLE_DEVICES"),
