@@ -368,7 +368,9 @@ def _check_values(values: Mapping[str, Any], origin: Mapping[str, str]) -> None:
         if values[key] != "cpu" and values["model.exact"]:
             refuse(key, "expected cpu: model.exact = true is kept on CPUs alone")
     if values["expert.device"] != "cpu" and values["model.weights"] != "auto":
-        refuse("expert.device", "expected cpu, or model.weights = 'auto': experts there are bf16")
+        refuse("expert.device", "expected cpu, or model.weights = 'auto': see expert.weights")
+    if values["expert.device"] == "cpu" and values["expert.weights"] != "auto":
+        refuse("expert.weights", "expected auto, or expert.device other than cpu")
     if values["router.device"] != "cpu":
         if values["model.weights"] == "fp16":
             refuse("router.device", "expected cpu, or model.weights = 'auto' (bf16) or 'fp32'")

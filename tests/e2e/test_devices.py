@@ -15,7 +15,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from tests.e2e.test_oracle import mesh_model
 from tests.support.checkpoints import VARIANTS, write
+from tests.support.fp8 import Fp8Oracle, write_fp8
 from tests.support.meshes import Mesh
 from tests.support.oracle import Continuation, Oracle
 
@@ -40,7 +42,7 @@ def check(mesh: Mesh, tokenizer: Tokenizer, prompt: list[int], wanted: Continuat
     body: Any
     status, body = mesh.post(
         "/v1/completions",
-        {"model": "short", "prompt": prompt, "max_tokens": STEPS, "temperature": 0,
+        {"model": mesh_model(mesh), "prompt": prompt, "max_tokens": STEPS, "temperature": 0,
          "logprobs": 1, "ignore_eos": True},
     )  # fmt: skip
     assert status == 200, body
@@ -78,6 +80,27 @@ def test_experts_on_devices_give_transformers_tokens_before_and_after_a_move(
         for prompt, wanted in cases:
             check(mesh, tokenizer, prompt, wanted)
         assert all(event["faults"] == 0 for event in loaded(mesh, "expert-0"))
+
+
+def test_an_fp8_checkpoint_is_served_as_it_is_before_and_after_a_move(checkpoints: Path) -> None:
+    path, twin = write_fp8(checkpoints / "short-fp8")
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    cases = decided(Fp8Oracle(twin), 1)
+    expert_bytes = 3 * (128 * 128 + 4)  # a byte a weight, and a scale for each block
+    with Mesh(path, experts=2, router__device="interpreter", expert__device="interpreter") as mesh:
+        for prompt, wanted in cases:
+            check(mesh, tokenizer, prompt, wanted)
+        mesh.run("drain", "expert-1")
+        mesh.wait_for(
+            lambda: any(event["from_peers"] for event in loaded(mesh, "expert-0")),
+            "expert-0 to take expert-1's experts from its device",
+            60.0,
+        )
+        for prompt, wanted in cases:
+            check(mesh, tokenizer, prompt, wanted)
+        events = loaded(mesh, "expert-0")
+        assert all(event["faults"] == 0 for event in events)
+        assert events[0]["loaded_bytes"] == events[0]["experts"] * expert_bytes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
