@@ -371,11 +371,8 @@ def _check_values(values: Mapping[str, Any], origin: Mapping[str, str]) -> None:
         refuse("expert.device", "expected cpu, or model.weights = 'auto': see expert.weights")
     if values["expert.device"] == "cpu" and values["expert.weights"] != "auto":
         refuse("expert.weights", "expected auto, or expert.device other than cpu")
-    if values["router.device"] != "cpu":
-        if values["model.weights"] == "fp16":
-            refuse("router.device", "expected cpu, or model.weights = 'auto' (bf16) or 'fp32'")
-        if values["router.tp"] != 1:
-            refuse("router.device", "expected cpu, or router.tp = 1")
+    if values["router.device"] != "cpu" and values["model.weights"] == "fp16":
+        refuse("router.device", "expected cpu, or model.weights = 'auto' (bf16) or 'fp32'")
     if values["planner.cold_factor"] > values["planner.hot_factor"] / 2:
         refuse(
             "planner.cold_factor",

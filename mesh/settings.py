@@ -123,7 +123,7 @@ class RouterSettings(_Section, frozen=True, kw_only=True):
     device: str = "cpu"
     """Where attention, gate, shared experts and dense layers are computed and the KV cache is kept:
     cpu, cuda, cuda:N or interpreter, as expert.device. On a GPU weights and cache are bf16, or fp32
-    with model.weights = "fp32". Needs tp = 1."""
+    with model.weights = "fp32". With tp > 1 rank i takes the i-th GPU from this one on."""
     tp: int = 1
     """Processes that compute one router's attention, shared experts and dense layers together, on
     one host, each with its part of the weights: tensor parallelism. The model's attention heads

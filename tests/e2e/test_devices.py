@@ -5,7 +5,9 @@ transformers' tokens, also when experts have moved from one device to another.
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from mesh.processes import has_ended
 from tests.e2e.test_oracle import mesh_model
 from tests.support.checkpoints import VARIANTS, write
 from tests.support.fp8 import Fp8Oracle, write_fp8
@@ -38,7 +41,13 @@ def decided(oracle: Oracle, count: int) -> list[tuple[list[int], Continuation]]:
     return found
 
 
-def check(mesh: Mesh, tokenizer: Tokenizer, prompt: list[int], wanted: Continuation) -> None:
+def check(
+    mesh: Mesh,
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    wanted: Continuation,
+    tolerance: float = TOLERANCE,
+) -> None:
     body: Any
     status, body = mesh.post(
         "/v1/completions",
@@ -50,7 +59,7 @@ def check(mesh: Mesh, tokenizer: Tokenizer, prompt: list[int], wanted: Continuat
     assert choice["text"] == tokenizer.decode(wanted.tokens, skip_special_tokens=True)
     got = choice["logprobs"]["token_logprobs"]
     for step, token in enumerate(wanted.tokens):
-        assert abs(got[step] - float(wanted.logprobs[step][token])) < TOLERANCE, step
+        assert abs(got[step] - float(wanted.logprobs[step][token])) < tolerance, step
 
 
 def loaded(mesh: Mesh, worker: str) -> list[dict[str, Any]]:
@@ -101,6 +110,23 @@ def test_an_fp8_checkpoint_is_served_as_it_is_before_and_after_a_move(checkpoint
         events = loaded(mesh, "expert-0")
         assert all(event["faults"] == 0 for event in events)
         assert events[0]["loaded_bytes"] == events[0]["experts"] * expert_bytes
+
+
+def test_a_router_of_two_devices_gives_transformers_tokens_and_ends_with_each(
+    checkpoints: Path,
+) -> None:
+    family, config = VARIANTS["deepseek"]
+    path = write(checkpoints / "short", family, config | {"max_position_embeddings": 96})
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    with Mesh(
+        path, experts=1, router__device="interpreter", router__tp=2, model__weights="fp32"
+    ) as mesh:
+        for prompt, wanted in decided(Oracle(path), 2):
+            check(mesh, tokenizer, prompt, wanted, 1e-4)
+        (router,) = mesh.members("router")
+        (follower,) = router["group"]
+        os.kill(follower, signal.SIGKILL)
+        mesh.wait_for(lambda: has_ended(router["pid"]), "its leader to end")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
