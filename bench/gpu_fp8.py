@@ -107,7 +107,7 @@ class RoundingExperts(ExpertClient):
     def dispatch(
         self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> Ticket:
-        out, rows = torch.zeros_like(x), rounded_rows(x)
+        out, rows = torch.zeros_like(x), rounded_rows(x.bfloat16())
         for expert in topk_ids.unique().tolist():
             gate, up, down = self._experts[layer, expert]
             token, choice = torch.nonzero(topk_ids == expert, as_tuple=True)

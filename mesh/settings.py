@@ -172,7 +172,8 @@ class ExpertSettings(_Section, frozen=True, kw_only=True):
     """How experts are kept on a device (on a CPU model.weights says so). bf16: whatever the
     checkpoint's type. fp8: e4m3 with a scale for each 128 x 128 weights and each 128 activations,
     as DeepSeek-V3 computes: half the memory, coarser; an FP8 checkpoint's values as they are,
-    others quantised when they are loaded. auto: fp8 for an FP8 checkpoint, else bf16."""
+    others quantised when they are loaded. auto: fp8 for an FP8 checkpoint, else bf16; needs
+    model.weights = "auto", which otherwise speaks of routers alone."""
     threads: int = 1
     """OpenMP threads of the grouped FFN."""
     slots_per_layer: int = 0

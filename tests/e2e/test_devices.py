@@ -28,6 +28,10 @@ STEPS = 4
 TOLERANCE = 0.1
 """Of a log-probability: weights, rows and cache are bf16, and the model's head is not scaled."""
 
+FP8_TOLERANCE = 1e-3
+"""Where both round to bf16 and e4m3 by one rule at the same places: it is some 2e-6, unless a sum
+in another order takes a value to its neighbour in e4m3."""
+
 
 def decided(oracle: Oracle, count: int) -> list[tuple[list[int], Continuation]]:
     """Prompts whose greedy tokens lead by more than bf16 could take away."""
@@ -96,9 +100,18 @@ def test_an_fp8_checkpoint_is_served_as_it_is_before_and_after_a_move(checkpoint
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     cases = decided(Fp8Oracle(twin), 1)
     expert_bytes = 3 * (128 * 128 + 4)  # a byte a weight, and a scale for each block
-    with Mesh(path, experts=2, router__device="interpreter", expert__device="interpreter") as mesh:
+    # The router computes in fp32, so that nothing but the order of sums differs from the reference;
+    # without its rounding of activations that would be off by some hundredths.
+    with Mesh(
+        path,
+        experts=2,
+        router__device="interpreter",
+        model__weights="fp32",
+        expert__device="interpreter",
+        expert__weights="fp8",
+    ) as mesh:
         for prompt, wanted in cases:
-            check(mesh, tokenizer, prompt, wanted)
+            check(mesh, tokenizer, prompt, wanted, FP8_TOLERANCE)
         mesh.run("drain", "expert-1")
         mesh.wait_for(
             lambda: any(event["from_peers"] for event in loaded(mesh, "expert-0")),
@@ -106,7 +119,7 @@ def test_an_fp8_checkpoint_is_served_as_it_is_before_and_after_a_move(checkpoint
             60.0,
         )
         for prompt, wanted in cases:
-            check(mesh, tokenizer, prompt, wanted)
+            check(mesh, tokenizer, prompt, wanted, FP8_TOLERANCE)
         events = loaded(mesh, "expert-0")
         assert all(event["faults"] == 0 for event in events)
         assert events[0]["loaded_bytes"] == events[0]["experts"] * expert_bytes

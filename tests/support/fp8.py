@@ -67,7 +67,7 @@ def write_fp8(path: Path, config: dict[str, Any] = SMALL) -> tuple[Path, Path]:
 
 class Fp8Oracle(Oracle):
     """transformers on the dequantised weights, with the routed experts' activations rounded to e4m3
-    before each product, one scale for 128 values.
+    before each product, one scale for 128 values. Their rows come and go as bf16.
     """
 
     def __init__(self, twin: Path) -> None:
@@ -80,12 +80,12 @@ class Fp8Oracle(Oracle):
 def _by_rule(experts: Any) -> Any:
     def forward(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x)
-        rows = rounded_rows(x)
+        rows = rounded_rows(x.bfloat16())
         for token, choice in torch.cartesian_prod(*map(torch.arange, chosen.shape)).tolist():
             expert = chosen[token, choice]
             gate, up = linear(rows[token : token + 1], experts.gate_up_proj[expert]).chunk(2, 1)
             row = linear(rounded_rows(silu(gate) * up), experts.down_proj[expert])[0]
-            out[token] += weights[token, choice] * row
+            out[token] += weights[token, choice] * row.bfloat16().float()
         return out
 
     return forward

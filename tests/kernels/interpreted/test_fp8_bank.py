@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,12 @@ from ep_kernels.triton.device import Device, open_device
 from ep_kernels.triton.flights import Flights
 from ep_kernels.triton.grouped_gemm import SlotWeights, expert_ffn
 from torch.nn.functional import linear, silu
+
+from expert_svc.engines import open_engine
+from mesh.config import load
+from moe_model.errors import BadConfig
+from moe_model.spec import load_spec
+from tests.support.fp8 import write_fp8
 
 HIDDEN, INTER, TOP_K = 256, 128, 2
 
@@ -161,3 +169,20 @@ def test_banks_of_another_kind_and_sizes_are_refused(device: Device, rng: torch.
     gate = published(tensors)[0]
     kept = bf16.keep(*published(tensors))
     assert torch.equal(kept.gate_up.values[:INTER], dense(gate).bfloat16())
+
+
+def test_a_worker_keeps_what_the_setting_and_the_checkpoint_say(
+    checkpoints: Path, device: Device
+) -> None:
+    small, twin = write_fp8(checkpoints / "short-fp8")
+    for path, weights, kind in (
+        (small, "auto", Fp8Bank),
+        (small, "bf16", DeviceBank),
+        (twin, "auto", DeviceBank),
+        (twin, "fp8", Fp8Bank),
+    ):
+        settings = {"expert.device": device.name, "expert.weights": weights}
+        engine = open_engine(load(None, settings, {}).settings, path, load_spec(path))
+        assert type(engine.new_bank(1)) is kind
+    with pytest.raises(BadConfig, match=r"none where expert\.device is cpu"):
+        open_engine(load(None, {}, {}).settings, small, load_spec(small))

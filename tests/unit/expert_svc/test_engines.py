@@ -72,3 +72,5 @@ def test_only_experts_on_a_device_choose_their_weights() -> None:
 def test_a_router_on_a_device_may_have_fp32_weights() -> None:
     load(None, {"router.device": "cuda:3", "model.weights": "fp32"}, {})
     load(None, {"router.device": "cuda", "expert.device": "cuda:1"}, {})
+    both = {"router.device": "cuda", "expert.device": "cuda", "model.weights": "fp32"}
+    load(None, both | {"expert.weights": "fp8"}, {})
