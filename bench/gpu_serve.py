@@ -27,6 +27,10 @@ TOLERANCE = 0.15
 """Of a log-probability of running text, for rows and cache in bf16. Of tokens that surprise the
 model it would have to be several times as much.
 """
+FP8_TOLERANCE = 0.3
+"""The same for drawn weights, which every token surprises; what bf16 changes may go to another
+neighbour in e4m3 besides. Wrong weights put a log-probability off by ten times as much.
+"""
 TEXTS = (
     "Emma was not at all",
     "And it came to pass that the king said unto the people,",
@@ -51,7 +55,7 @@ def mesh_fp8(meter: Meter, device: str = "cuda", sizes: Mapping[str, Any] | None
     with tempfile.TemporaryDirectory() as folder:
         generator = torch.Generator().manual_seed(torch.initial_seed())
         small, twin = write_pair(_model(), Path(folder), SIZES | (sizes or {}), generator)
-        _serve(meter, "mesh FP8", small, reference_of(twin), device)
+        _serve(meter, "mesh FP8", small, reference_of(twin), device, FP8_TOLERANCE)
 
 
 def mesh_tp(meter: Meter, device: str = "cuda") -> None:
@@ -70,7 +74,13 @@ def _model() -> Path:
 
 
 def _serve(
-    meter: Meter, section: str, path: Path, reference: Any, device: str, **settings: Any
+    meter: Meter,
+    section: str,
+    path: Path,
+    reference: Any,
+    device: str,
+    tolerance: float = TOLERANCE,
+    **settings: Any,
 ) -> None:
     """Start a mesh, compare its tokens with the reference's, and measure its rate."""
     sys.path.insert(0, str(ROOT))
@@ -82,9 +92,9 @@ def _serve(
     prompts = [list(tokenizer.encode(text).ids) for text in TEXTS]
     settings |= {"router__device": device, "expert__device": device}
     with Mesh(path, experts=2, **settings) as running:
-        worst = max(_off(running, reference, path.name, prompt) for prompt in prompts)
-        if worst > TOLERANCE:
-            raise ValueError(f"log-probabilities are off by {worst:.3f}, allowed {TOLERANCE}")
+        worst = max(_off(running, reference, path.name, one, tolerance) for one in prompts)
+        if worst > tolerance:
+            raise ValueError(f"log-probabilities are off by {worst:.3f}, allowed {tolerance}")
         check = f"log-probabilities {worst:.0e}"
         alone = _rate(running, path.name, 1)
         meter.row(section, "decode, one stream", alone, "tokens/s", check=check)
@@ -100,7 +110,7 @@ def _ask(running: Mesh, model: str, prompt: list[int], **options: Any) -> dict[s
     return dict(answer["choices"][0])
 
 
-def _off(running: Mesh, reference: Any, model: str, prompt: list[int]) -> float:
+def _off(running: Mesh, reference: Any, model: str, prompt: list[int], tolerance: float) -> float:
     """How far the mesh's log-probabilities are from the reference's at most: the prompt's own, and
     those of greedy tokens for as long as bf16 cannot have changed which they are.
     """
@@ -112,7 +122,7 @@ def _off(running: Mesh, reference: Any, model: str, prompt: list[int]) -> float:
     for position in range(1, len(tokens)):
         row = rows[position - 1]
         best = row.topk(2).values
-        if position >= len(prompt) and float(best[0] - best[1]) < 2 * TOLERANCE:
+        if position >= len(prompt) and float(best[0] - best[1]) < 2 * tolerance:
             break
         worst = max(worst, abs(got[position] - float(row[tokens[position]])))
     return worst
