@@ -65,7 +65,7 @@ class DeviceGroupModel(DeviceShard):
         self._ranks = ranks
         self._widths = _head_widths(parts.spec, self.shard.size)
         self._plans = 0
-        self._stream = _Watched(self._stream, followers.watch(owing=False))
+        self._stream = Watched(self._stream, followers.watch(owing=False))
 
     @property
     def waited_ns(self) -> int:
@@ -197,7 +197,7 @@ class ByRanks:
         return self._ranks
 
 
-class _Watched:
+class Watched:
     """A stream of the leader's: whoever waits for a mark in it learns of a follower's end, after
     which the device may never get there.
     """

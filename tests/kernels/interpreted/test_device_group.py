@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from ep_kernels.triton.device import Device, open_device
+from ep_kernels.triton.device import Device, open_device, wait_for
 
 from mesh.settings import LogSettings
 from moe_model.device.shard import DeviceShard
@@ -24,7 +24,7 @@ from moe_model.experts import LocalExperts
 from moe_model.forward import forward as run_layers
 from moe_model.forward import run_to_end
 from moe_model.plan import Chunk
-from router_svc.device_group import DeviceGroupModel, load_device_group
+from router_svc.device_group import DeviceGroupModel, Watched, load_device_group
 from router_svc.follower import Assignment
 from router_svc.group import device_of_rank
 from router_svc.peers import FollowerLinks, GroupLost, Op
@@ -37,8 +37,10 @@ DEADLINE_S = 120.0
 
 
 @contextmanager
-def group(path: Path, device: Device) -> Iterator[tuple[DeviceGroupModel, subprocess.Popen[bytes]]]:
-    """The leader's model and its follower's process."""
+def group(
+    path: Path, device: Device
+) -> Iterator[tuple[DeviceGroupModel, subprocess.Popen[bytes], FollowerLinks]]:
+    """The leader's model, its follower's process, and its links."""
     ours, theirs = socket.socketpair()
     store = os.memfd_create("ranks")
     task = Assignment(
@@ -69,12 +71,22 @@ def group(path: Path, device: Device) -> Iterator[tuple[DeviceGroupModel, subpro
                 progress=lambda _share: not_after(end),
             ),
             process,
+            links,
         )  # fmt: skip
     finally:
         process.kill()
         process.wait()
         ours.close()
         os.close(store)
+
+
+class Stuck:
+    """A stream of which nothing is ever done."""
+
+    done = False
+
+    def mark(self) -> Stuck:
+        return self
 
 
 def not_after(end: float) -> None:
@@ -97,7 +109,7 @@ def test_two_ranks_compute_what_transformers_does_and_know_of_each_others_end(
     family, config = VARIANTS["mixtral"]
     path = write(checkpoints / "short-mixtral", family, config | {"max_position_embeddings": 96})
     experts = LocalExperts.load(path, weights="fp32")
-    with group(path, device) as (model, follower), torch.inference_mode():
+    with group(path, device) as (model, follower, links), torch.inference_mode():
         client = model.clients(lambda _decodes: experts, lambda *_when: None)(b"")
         kv = model.new_kv_cache(9, BLOCK)
         kv.clear([1, 2])
@@ -139,6 +151,12 @@ def test_two_ranks_compute_what_transformers_does_and_know_of_each_others_end(
         follower.send_signal(signal.SIGSTOP)
         with pytest.raises(GroupLost, match="rank 1 of the router's group hangs"):
             model.dense(0, model.attend(0, h, plan, kv))
+        follower.kill()
+        follower.wait()
+        # A GPU whose sums never come is not waited for any longer.
+        stream = Watched(Stuck(), links.watch(owing=False))
+        with pytest.raises(GroupLost, match=r"rank 1 .* is gone"):
+            wait_for(device, stream.mark())
 
 
 def test_ranks_take_one_gpu_after_the_other() -> None:
