@@ -3,8 +3,8 @@
 #
 #     bench/gpu.sh [--only NAME] [--json FILE]
 #
-# Needs Python with torch and triton; nothing has to be installed from here, but for the last section,
-# which starts a whole mesh. Prints one table, writes one JSON file (gpu.json), and exits 1 when a
+# Needs Python with torch and triton; nothing has to be installed from here, but for the last
+# sections, which start whole meshes. Prints one table, writes one JSON file (gpu.json), and exits 1 when a
 # section failed. See bench/gpu.py.
 set -eu
 cd "$(dirname "$0")/.."

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from compose.machine import Machine, Torch
+from compose.machine import Gpu, Machine, Torch
 from mesh.settings import Settings
 
 Verdict = Literal["ok", "note", "fault"]
@@ -142,19 +142,38 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
 
 def _devices(machine: Machine, settings: Settings) -> Iterator[Finding]:
     """Whether the devices that services are to compute on are here."""
-    wanted = {"router.device": settings.router.device, "expert.device": settings.expert.device}
-    for key, device in wanted.items():
+    router, expert = settings.router, settings.expert
+    for key, device, count in (
+        ("router.device", router.device, router.tp),
+        ("expert.device", expert.device, 1),
+    ):
         if device == "cpu":
             continue
-        gpus = 0 if machine.torch is None else len(machine.torch.gpus)
+        torch = machine.torch
+        seen = () if torch is None else torch.gpus
+        gpus = len(seen)
         index = int(device.partition(":")[2] or 0)
+        on_gpu = device != "interpreter"
         if "triton" not in machine.packages:
             lacks = "Triton is not installed"
             extra = f"'moemesh[{_extra(machine) if machine.driver else 'gpu'}]'"
             advice = f"pip install {'triton' if device == 'interpreter' else extra}"
-        elif device != "interpreter" and index >= gpus:
+        elif on_gpu and index + count > gpus:
             lacks = f"torch sees {gpus} GPUs" + (", counted from 0" if gpus else "")
+            if count > 1:
+                lacks += f"; router.tp = {count} takes as many from this one on"
             advice = "another device, or what `driver` says above"
+        elif on_gpu and count > 1 and (torch is None or not torch.nccl):
+            lacks = f"router.tp = {count} needs NCCL"
+            advice = "what `NCCL` says above"
+        elif (
+            on_gpu
+            and key == "expert.device"
+            and expert.weights == "fp8"
+            and not _has_fp8(seen[index])
+        ):
+            lacks = f"{seen[index].name} has no FP8"
+            advice = "expert.weights = bf16"
         else:
             yield _ok(key, f"{device} is here")
             continue
@@ -164,6 +183,11 @@ def _devices(machine: Machine, settings: Settings) -> Iterator[Finding]:
             found=f"{device}, and {lacks}",
             advice=f"{advice}, or {key} = cpu",
         )
+
+
+def _has_fp8(gpu: Gpu) -> bool:
+    """Whether its matrix units take FP8, as far as our kernels are made for them: Hopper on."""
+    return int(gpu.capability.partition(".")[0]) >= 9
 
 
 def _driver(machine: Machine, torch: Torch | None) -> Finding:

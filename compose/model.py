@@ -8,6 +8,7 @@ from compose.options import UsageError
 from mesh.config import Effective
 from mesh.settings import Settings
 from moe_model.errors import CheckpointError
+from moe_model.fp8 import experts_fault, refuse_on_cpu, serves_fp8
 from moe_model.inventory import Inventory
 from moe_model.kv_size import kv_cache_fault
 from moe_model.shard import shard_fault
@@ -27,6 +28,12 @@ def served_model(settings: Settings) -> tuple[str, ModelSpec]:
     try:
         path = checkpoint_dir(settings.model.path)
         spec = _checked(path)
+        for setting, device in (
+            ("router.device", settings.router.device),
+            ("expert.device", settings.expert.device),
+        ):
+            if device == "cpu":
+                refuse_on_cpu(spec, path, setting)
         return model_id(settings.model.name, settings.model.path), spec
     except CheckpointError as error:
         raise UsageError(f"model.path: {error}") from None
@@ -76,3 +83,15 @@ def check_groups(effective: Effective, spec: ModelSpec) -> None:
     tp = effective.settings.router.tp
     if fault := shard_fault(spec, tp):
         raise UsageError(f"router.tp = {tp} ({effective.origin['router.tp']}): {fault}")
+
+
+def check_experts(effective: Effective, spec: ModelSpec) -> None:
+    """Raises ``UsageError`` for experts that are to be FP8 and cannot."""
+    expert = effective.settings.expert
+    if expert.device == "cpu" or not serves_fp8(spec, expert.weights):
+        return
+    if fault := experts_fault(spec):
+        raise UsageError(
+            f"expert.weights = {expert.weights!r} ({effective.origin['expert.weights']}): {fault}; "
+            "bf16 takes any"
+        )

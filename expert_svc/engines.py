@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Protocol
 
 from ep_kernels.grouped_ffn import ExpertBank
 from ep_kernels.plane import ExpertPlane
-from ep_kernels.triton.device import open_device
+from ep_kernels.triton.device import DeviceUnavailable, open_device
 
 from expert_svc.slots import SlotTable
 from expert_svc.worker import ComputeThread, Worker
+from mesh.service import CannotServe
 from mesh.settings import Settings
 from moe_model.architecture import ModelSpec
 from moe_model.experts import new_bank
+from moe_model.fp8 import experts_fault, refuse_on_cpu, serves_fp8
 
 
 class Engine(Protocol):
@@ -23,9 +26,12 @@ class Engine(Protocol):
     def new_worker(self, plane: ExpertPlane, table: SlotTable[Any]) -> ComputeThread[Any]: ...
 
 
-def open_engine(settings: Settings, spec: ModelSpec) -> Engine:
-    """For ``expert.device``. Raises ``DeviceUnavailable``."""
+def open_engine(settings: Settings, path: Path, spec: ModelSpec) -> Engine:
+    """For ``expert.device`` and the checkpoint at ``path``. Raises ``DeviceUnavailable``,
+    ``BadConfig`` for FP8 on a CPU, ``CannotServe`` for experts that cannot be FP8.
+    """
     if settings.expert.device == "cpu":
+        refuse_on_cpu(spec, path, "expert.device")
         return _Cpu(settings, spec)
     return _OnDevice(settings, spec)
 
@@ -45,17 +51,35 @@ class _Cpu:
 
 class _OnDevice:
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
+        chosen = settings.expert.weights
+        self._fp8 = serves_fp8(spec, chosen)
+        if self._fp8 and (fault := experts_fault(spec)):
+            raise CannotServe(f"expert.weights = {chosen!r}: {fault}; bf16 takes any")
         self._device = open_device(settings.expert.device)
+        if self._fp8:
+            self._check_fp8()
         self._loading = self._device.stream()
         self._spec = spec
 
     # Imported here: a worker on a CPU needs no Triton, and takes no time to load it.
 
-    def new_bank(self, num_slots: int) -> Any:
-        from ep_kernels.triton.bank import DeviceBank  # noqa: PLC0415
+    def _check_fp8(self) -> None:
+        from ep_kernels.triton.tuning import (  # noqa: PLC0415
+            UnsupportedArchitecture,
+            fp8_architecture_of,
+        )
 
-        spec = self._spec
-        return DeviceBank(
+        try:
+            fp8_architecture_of(self._device.place)
+        except UnsupportedArchitecture as error:
+            lacks = f"FP8 ({error}); expert.weights = 'bf16' needs none"
+            raise DeviceUnavailable(self._device.name, lacks) from error
+
+    def new_bank(self, num_slots: int) -> Any:
+        from ep_kernels.triton.bank import DeviceBank, Fp8Bank  # noqa: PLC0415
+
+        spec, bank = self._spec, Fp8Bank if self._fp8 else DeviceBank
+        return bank(
             num_slots,
             spec.hidden_size,
             spec.expert_intermediate,

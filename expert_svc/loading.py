@@ -2,7 +2,9 @@
 
 What came from a peer must have the checksum that its owner computed when it loaded the expert,
 must still have it when it is unpacked again here, and must make of its shadow token what the
-owner's did. What came from the checkpoint must agree with plain fp32 arithmetic on the tensors.
+owner's did. What came from the checkpoint must agree with plain fp32 arithmetic on the tensors; FP8
+matrices with such arithmetic by the rule that their kernels follow, and with the tensors themselves
+as far as rounding allows.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
-from ep_kernels.bank import Bank, LoadedExpert
+from ep_kernels.bank import Bank, KeptExpert, LoadedExpert
 from ep_kernels.bundle import BundleError, checksum, checksum_of, largest_bundle, open_bundle
+from ep_kernels.fp8 import Weight
 from ep_kernels.packed import Storage
-from ep_kernels.shadow import checkpoint_row, shadow_fault, shadow_row
+from ep_kernels.shadow import checkpoint_row, fp8_fault, fp8_row, shadow_fault, shadow_row
 
 from expert_svc.heap import is_out_of_memory
 from mesh.messages import Source
@@ -25,7 +28,7 @@ from moe_model.errors import CheckpointError
 
 FaultKind = Literal["peer", "checksum", "malformed", "shadow", "unreadable", "memory"]
 
-Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Tensors: TypeAlias = tuple[Weight, Weight, Weight]
 ReadExpert = Callable[[int, int], Tensors]
 """``(layer, logical expert) -> gate [inter, hidden], up [inter, hidden], down [hidden, inter]``."""
 
@@ -83,12 +86,17 @@ def from_checkpoint(bank: Bank, read: ReadExpert, layer: int, expert: int) -> tu
     with _as_load_errors():
         tensors = read(layer, expert)
         kept = bank.keep(*tensors)
+        digest = checksum_of(kept, layer, expert)
+        # An FP8 expert is judged by its own matrices, and these by how near they are.
+        fp8 = _is_fp8(kept)
+        if fault := fp8_fault(tensors, kept) if fp8 else "":
+            raise LoadError("shadow", fault)
+        wanted = fp8_row(kept, layer, expert) if fp8 else checkpoint_row(tensors, layer, expert)
         stored = {kept.gate_up.storage, kept.down.storage}
         rounded = bank.narrow or bank.kind == "fp16" or Storage.FP16 in stored
-        digest = checksum_of(kept, layer, expert)
         weights = bank.pack(kept)
         row = shadow_row(weights, layer, expert, bank.hidden)
-        if fault := shadow_fault(row, checkpoint_row(tensors, layer, expert), rounded=rounded):
+        if fault := shadow_fault(row, wanted, rounded=rounded, fp8=fp8):
             raise LoadError("shadow", fault)
         return Held(weights, digest, row), sum(tensor.nbytes for tensor in tensors)
 
@@ -111,12 +119,19 @@ def from_peer(
             weights = bank.pack(open_bundle(fetched.bundle, source.layer, expert))
         except ValueError as error:
             raise LoadError("malformed", str(error)) from error
-        if checksum_of(weights.kept(), source.layer, expert) != fetched.checksum:
+        kept = weights.kept()
+        if checksum_of(kept, source.layer, expert) != fetched.checksum:
             raise LoadError("checksum", "what was loaded does not have the bundle's checksum")
         row = shadow_row(weights, source.layer, expert, bank.hidden)
-        if fault := shadow_fault(row, fetched.shadow, rounded=bank.narrow, exact=bank.exact):
+        if fault := shadow_fault(
+            row, fetched.shadow, rounded=bank.narrow, fp8=_is_fp8(kept), exact=bank.exact
+        ):
             raise LoadError("shadow", fault)
         return Held(weights, fetched.checksum, row), size
+
+
+def _is_fp8(kept: KeptExpert) -> bool:
+    return kept.down.storage is Storage.FP8
 
 
 @contextmanager

@@ -370,7 +370,7 @@ async def main(ctx: Context) -> None:
             digest = serving_digest(
                 path, settings.model.weights, settings.model.exact, settings.router.tp
             )
-            engine = open_engine(settings, spec)
+            engine = open_engine(settings, path, spec)
             table = _open_table(ctx, path, spec, engine, BundleClient(ctx.net).fetch, stack)
             plane, lanes = _open_lanes(ctx, spec.hidden_size, digest)
         except (CheckpointError, PlaneError, DeviceUnavailable) as error:

@@ -367,13 +367,13 @@ def _check_values(values: Mapping[str, Any], origin: Mapping[str, str]) -> None:
     for key in ("router.device", "expert.device"):
         if values[key] != "cpu" and values["model.exact"]:
             refuse(key, "expected cpu: model.exact = true is kept on CPUs alone")
-    if values["expert.device"] != "cpu" and values["model.weights"] != "auto":
-        refuse("expert.device", "expected cpu, or model.weights = 'auto': experts there are bf16")
-    if values["router.device"] != "cpu":
-        if values["model.weights"] == "fp16":
-            refuse("router.device", "expected cpu, or model.weights = 'auto' (bf16) or 'fp32'")
-        if values["router.tp"] != 1:
-            refuse("router.device", "expected cpu, or router.tp = 1")
+    if values["expert.device"] == "cpu":
+        if values["expert.weights"] != "auto":
+            refuse("expert.weights", "expected auto, or expert.device other than cpu")
+    elif values["expert.weights"] == "auto" and values["model.weights"] != "auto":
+        refuse("expert.device", "expected cpu, model.weights = 'auto', or expert.weights as well")
+    if values["router.device"] != "cpu" and values["model.weights"] == "fp16":
+        refuse("router.device", "expected cpu, or model.weights = 'auto' (bf16) or 'fp32'")
     if values["planner.cold_factor"] > values["planner.hot_factor"] / 2:
         refuse(
             "planner.cold_factor",

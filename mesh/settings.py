@@ -123,7 +123,7 @@ class RouterSettings(_Section, frozen=True, kw_only=True):
     device: str = "cpu"
     """Where attention, gate, shared experts and dense layers are computed and the KV cache is kept:
     cpu, cuda, cuda:N or interpreter, as expert.device. On a GPU weights and cache are bf16, or fp32
-    with model.weights = "fp32". Needs tp = 1."""
+    with model.weights = "fp32". With tp > 1 rank i takes the i-th GPU from this one on."""
     tp: int = 1
     """Processes that compute one router's attention, shared experts and dense layers together, on
     one host, each with its part of the weights: tensor parallelism. The model's attention heads
@@ -171,8 +171,13 @@ class ExpertSettings(_Section, frozen=True, kw_only=True):
     device: str = "cpu"
     """Where experts are kept and computed: cpu, cuda (the first GPU that the process sees), cuda:N,
     or interpreter: the GPU's kernels on the CPU by Triton's interpreter, to check them, thousands
-    of times slower. On a GPU weights are bf16 whatever the checkpoint's type. See
-    docs/devices.md."""
+    of times slower. See docs/devices.md."""
+    weights: Literal["auto", "bf16", "fp8"] = "auto"
+    """How experts are kept on a device (on a CPU model.weights says so). bf16: whatever the
+    checkpoint's type. fp8: e4m3 with a scale for each 128 x 128 weights and each 128 activations,
+    as DeepSeek-V3 computes: half the memory, coarser; an FP8 checkpoint's values as they are,
+    others quantised when they are loaded. auto: fp8 for an FP8 checkpoint, else bf16; needs
+    model.weights = "auto", which otherwise speaks of routers alone."""
     threads: int = 1
     """Threads of the grouped FFN."""
     slots_per_layer: int = 0

@@ -7,7 +7,8 @@ Import layers, each over those below it::
     experts          attention  gate  layers  plan  kv_cache  rope
     checkpoint       (needs torch from here up)
     inventory  text_files
-    spec  tensors  kv_size  shard  families  safetensors_header  config_json  architecture  errors
+    spec  tensors  fp8  kv_size  shard  families
+    safetensors_header  config_json  architecture  errors
 
 Gateways and planners import only ``spec``, ``errors``, ``shipped`` and ``text_files``, none of
 which needs torch; nor do ``shard`` and ``kv_size``,

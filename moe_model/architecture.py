@@ -154,5 +154,8 @@ class ModelSpec(_Spec, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults
     dtype: str
-    """Type of the weights on disk: float32, float16 or bfloat16."""
+    """Type of the weights on disk: float32, float16 or bfloat16; with ``fp8`` of those that are
+    not."""
+    fp8: bool = False
+    """Matrices may be e4m3 with a scale for each block of 128 x 128 (see ``moe_model.fp8``)."""
     tie_word_embeddings: bool

@@ -95,7 +95,9 @@ class WrongShape(CheckpointError):
 
 
 class WrongDtype(CheckpointError):
-    """A tensor is stored in a type that cannot be served (only F32, F16 and BF16 can)."""
+    """A tensor is stored in a type that cannot be served: only F32, F16 and BF16 can, and F8_E4M3
+    for matrices where ``config.json`` says so.
+    """
 
     def __init__(self, path: Path, tensor: str, found: str) -> None:
         super().__init__(path, f"tensor {tensor} has dtype {found}, expected F32, F16 or BF16")

@@ -12,11 +12,13 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from ep_kernels.fp8 import Weight
 from ep_kernels.grouped_ffn import ExpertBank
 from ep_kernels.packed import Kind
 
 from moe_model.architecture import ModelSpec
 from moe_model.checkpoint import Checkpoint
+from moe_model.fp8 import refuse_on_cpu
 from moe_model.spec import load_spec
 from moe_model.tensors import TensorTable
 
@@ -85,11 +87,12 @@ class LocalExperts:
     ) -> LocalExperts:
         """Read every routed expert of the checkpoint at ``path``.
 
-        Raises ``CheckpointError`` before any is converted if one is missing or wrong.
+        Raises ``CheckpointError`` before any is converted if one is missing or wrong, or FP8.
         """
         spec = load_spec(path)
         total = len(spec.moe_layers) * spec.num_experts
         banks: dict[int, ExpertBank] = {}
+        refuse_on_cpu(spec, path, "expert.device")
         with Checkpoint(path) as checkpoint, torch.inference_mode():
             checkpoint.check(TensorTable(spec).experts())
             for layer in spec.moe_layers:
@@ -128,14 +131,14 @@ def new_bank(
 
 def read_expert(
     checkpoint: Checkpoint, spec: ModelSpec, layer: int, expert: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Weight, Weight, Weight]:
     """Gate and up ``[intermediate, hidden]``, down ``[hidden, intermediate]`` of a routed expert,
     in the type they are stored in and backed by the file.
 
     Raises ``MissingTensor``, ``WrongShape`` or ``WrongDtype``.
     """
     gate, up, down = TensorTable(spec).expert(layer, expert)
-    return checkpoint.read(gate), checkpoint.read(up), checkpoint.read(down)
+    return checkpoint.read_weight(gate), checkpoint.read_weight(up), checkpoint.read_weight(down)
 
 
 def combine_rows(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

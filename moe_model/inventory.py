@@ -13,6 +13,7 @@ from moe_model.safetensors_header import StoredTensor, read_header, weight_files
 from moe_model.tensors import TensorRef
 
 _SERVED_DTYPES = frozenset({"F32", "F16", "BF16"})
+FP8_DTYPE = "F8_E4M3"
 
 
 class Inventory:
@@ -39,7 +40,9 @@ class Inventory:
             raise MissingTensor(self.path, ref.name)
         if stored.shape != ref.shape:
             raise WrongShape(stored.file, ref.name, stored.shape, ref.shape)
-        if stored.dtype not in _SERVED_DTYPES:
+        if stored.dtype == FP8_DTYPE and ref.scales is not None:
+            self.find(ref.scales)
+        elif stored.dtype not in _SERVED_DTYPES:
             raise WrongDtype(stored.file, ref.name, stored.dtype)
         return stored
 

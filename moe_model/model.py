@@ -23,6 +23,7 @@ from moe_model.attention.gqa import GroupedQueryAttention, gqa_turns
 from moe_model.attention.mla import LatentAttention, expand_rule, mla_turns
 from moe_model.checkpoint import Checkpoint
 from moe_model.forward import Computed, MakeClient
+from moe_model.fp8 import refuse_on_cpu
 from moe_model.gate import Gate
 from moe_model.kv_cache import KVCache
 from moe_model.kv_size import row_stride
@@ -204,6 +205,7 @@ def load_parts(
     progress: Callable[[float], None] | None,
 ) -> Parts:
     """Read what ``shard`` holds; see ``load_router_model``."""
+    refuse_on_cpu(spec, path, "router.device")
     table = TensorTable(spec)
     report = progress or (lambda _share: None)
     with Checkpoint(path) as checkpoint, torch.inference_mode():

@@ -17,7 +17,9 @@ _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1}
+_DTYPE_BYTES = {
+    "F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "F8_E4M3": 1,
+}  # fmt: skip
 """Those whose size is checked; a checkpoint may carry others, which are never read."""
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
 

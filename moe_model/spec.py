@@ -22,6 +22,7 @@ from moe_model.config_json import JsonReader, read_json_object
 from moe_model.errors import MissingFile, UnknownArchitecture
 from moe_model.families import FAMILIES
 from moe_model.families.base import CommonFields, model_name, refuse_unsupported
+from moe_model.fp8 import read_fp8
 from moe_model.safetensors_header import read_header, weight_files
 
 __all__ = [
@@ -77,6 +78,7 @@ def load_spec(path: Path) -> ModelSpec:
             "sampling": _sampling(generation),
             "dtype": config.choice(dtype_key, "float32", ("float32", "float16", "bfloat16")),
             "tie_word_embeddings": config.flag("tie_word_embeddings", False),
+            "fp8": read_fp8(config),
         }
     )
     return family.parse(config, common)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from moe_model.architecture import MlaSpec, ModelSpec
 from moe_model.families import family_named
+from moe_model.fp8 import BLOCK, SCALES_SUFFIX
 
 _EXPERT_ROLES = ("expert_gate", "expert_up", "expert_down")
 
@@ -22,6 +23,8 @@ class TensorRef:
 
     name: str
     shape: tuple[int, ...]
+    scales: TensorRef | None = None
+    """If it may be FP8: what must exist beside it then."""
 
 
 class TensorTable:
@@ -37,7 +40,12 @@ class TensorTable:
     def ref(self, role: str, layer: int = -1, expert: int = -1) -> TensorRef:
         """The tensor that plays ``role`` in ``layer`` (and ``expert``, for expert roles)."""
         name = self._names[role].format(layer=layer, expert=expert)
-        return TensorRef(name=name, shape=self._shapes[role])
+        shape = self._shapes[role]
+        scales = None
+        if self.spec.fp8 and len(shape) == 2:
+            blocks = tuple(-(-size // BLOCK) for size in shape)
+            scales = TensorRef(name=name + SCALES_SUFFIX, shape=blocks)
+        return TensorRef(name=name, shape=shape, scales=scales)
 
     def expert(self, layer: int, expert: int) -> tuple[TensorRef, TensorRef, TensorRef]:
         """Gate, up and down of one routed expert."""

@@ -9,6 +9,7 @@ Layers, lowest first (an arrow means "may import")::
        +--> metrics
        +--> group -> group_model -> peers     router.tp > 1: this process leads others
               +--> follower ------> peers     ... each of which runs ``follower``
+              +--> device_group               ... both ends where the ranks compute on devices
 
 Pure modules (no asyncio, no clock, no plane): ``blocks``, ``sequence``, ``scheduler``,
 ``microbatch``, ``routing``. ``engine`` is the compute thread, ``service`` the event loop around it.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -17,11 +18,11 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
-from ep_kernels.triton.device import open_device
+from ep_kernels.triton.device import INTERPRETER, open_device
 
 from mesh.service import CannotServe, Context, ExitCode
 from moe_model.forward import ServedModel
-from moe_model.model import RouterModel, load_router_model
+from moe_model.model import load_router_model
 from moe_model.shard_model import load_shard
 from router_svc.follower import Assignment
 from router_svc.group_model import GroupModel
@@ -94,8 +95,12 @@ class OnDevice(Alone):
         # Imported here: a router on a CPU needs no Triton, and takes no time to load it.
         from moe_model.device.model import load_device_model  # noqa: PLC0415
 
-        weights: Literal["auto", "fp32"] = "fp32" if self._model.weights == "fp32" else "auto"
-        return load_device_model(self._path, self._device, weights=weights, progress=progress)
+        return load_device_model(
+            self._path,
+            self._device,
+            weights=device_weights(self._model.weights),
+            progress=progress,
+        )
 
 
 class Several:
@@ -110,6 +115,8 @@ class Several:
         self._sockets: list[socket.socket] = []
         self._links: FollowerLinks | None = None
         self._processes: list[asyncio.subprocess.Process] = []
+        self._inherited: tuple[int, ...] = ()
+        """Descriptors that followers get beside their link's."""
         self.pids: tuple[int, ...] = ()
 
     @property
@@ -127,7 +134,7 @@ class Several:
                         *(sys.executable, "-P", "-m", "router_svc.follower"),
                         self._assignment(rank, theirs.fileno()),
                         stdin=asyncio.subprocess.DEVNULL,
-                        pass_fds=[theirs.fileno()],
+                        pass_fds=[theirs.fileno(), *self._inherited],
                     )
                 )
         self.pids = tuple(process.pid for process in self._processes)
@@ -146,9 +153,9 @@ class Several:
             raise CannotServe(f"{what} cannot serve")
         raise GroupLost(f"{what} ended: " + (f"signal {-code}" if code < 0 else f"code {code}"))
 
-    def load(self, progress: Progress) -> RouterModel:
+    def load(self, progress: Progress) -> ServedModel:
         model = self._ctx.settings.model
-        self._links = FollowerLinks(self._sockets, self.pids, timeout_s=self._timeout_s)
+        self._links = self._open_links()
         parts = load_shard(
             self._path,
             0,
@@ -168,9 +175,15 @@ class Several:
         for one in self._sockets:
             one.close()
 
+    def _open_links(self) -> FollowerLinks:
+        return FollowerLinks(self._sockets, self.pids, timeout_s=self._timeout_s)
+
     def _assignment(self, rank: int, link_fd: int) -> str:
+        return msgspec.json.encode(self._task(rank, link_fd)).decode()
+
+    def _task(self, rank: int, link_fd: int) -> Assignment:
         settings = self._ctx.settings
-        task = Assignment(
+        return Assignment(
             router=self._ctx.id,
             rank=rank,
             size=self._size,
@@ -182,4 +195,52 @@ class Several:
             threads=settings.router.threads,
             logs=settings.logs,
         )
-        return msgspec.json.encode(task).decode()
+
+
+class SeveralOnDevices(Several):
+    """The same with a device for each rank: ``cuda:N`` and the GPUs after it."""
+
+    def __init__(self, ctx: Context, path: Path, *, timeout_s: float) -> None:
+        """Raises ``DeviceUnavailable``."""
+        super().__init__(ctx, path, timeout_s=timeout_s)
+        self._device = open_device(ctx.settings.router.device)
+        self._store = os.memfd_create("ranks")  # nothing is left of it when the ranks have ended
+        self._inherited = (self._store,)
+
+    def load(self, progress: Progress) -> ServedModel:
+        from router_svc.device_group import load_device_group  # noqa: PLC0415
+
+        self._links = self._open_links()
+        return load_device_group(
+            self._path,
+            self._device,
+            self._size,
+            self._store,
+            self._links,
+            weights=device_weights(self._ctx.settings.model.weights),
+            progress=progress,
+        )
+
+    async def close(self) -> None:
+        await super().close()
+        os.close(self._store)
+
+    def _task(self, rank: int, link_fd: int) -> Assignment:
+        device = device_of_rank(self._ctx.settings.router.device, rank)
+        return msgspec.structs.replace(
+            super()._task(rank, link_fd), device=device, store_fd=self._store
+        )
+
+
+def device_weights(weights: str) -> Literal["auto", "fp32"]:
+    """What ``model.weights`` means on a device, where anything but fp32 is bf16."""
+    return "fp32" if weights == "fp32" else "auto"
+
+
+def device_of_rank(device: str, rank: int) -> str:
+    """``router.device`` of rank 0 -> that of another rank."""
+    if device == INTERPRETER:
+        return device
+    first = re.fullmatch(r"cuda(?::(\d+))?", device)
+    assert first is not None, "checked by mesh.config"
+    return f"cuda:{int(first[1] or 0) + rank}"

@@ -60,6 +60,9 @@ class Op(IntEnum):
     """Layer ``a``; payload: ``x``."""
     LOGITS = 8
     """Payload: ``h``."""
+    MEET = 9
+    """On a device: join the group's ranks, by which rows and answers go from then on; the payload
+    is how many rows there are. No answer."""
 
 
 class FollowerLinks:
@@ -129,6 +132,29 @@ class FollowerLinks:
         self.waited_ns += perf_counter_ns() - started
         return self._answers
 
+    def watch(self, *, owing: bool) -> Callable[[float], None]:
+        """For a wait that is made elsewhere: to be called again and again meanwhile, with the
+        seconds that it has lasted. It looks every 0.1 s whether the followers live and, if they are
+        ``owing`` what is waited for, whether they get on.
+        """
+        looks, waits = 0, [self._wait(rank) for rank in range(1, len(self._links) + 1)]
+
+        def look(waited_s: float) -> None:
+            nonlocal looks, waits
+            due = int(waited_s / _LOOK_S)
+            if due < looks:  # another wait
+                looks, waits = 0, [self._wait(rank) for rank in range(1, len(self._links) + 1)]
+            if due == looks:
+                return
+            looks = due
+            for rank, (link, wait) in enumerate(zip(self._links, waits, strict=True), 1):
+                if _has_hung_up(link):
+                    raise _gone(rank, ConnectionResetError("it has closed the connection"))
+                if owing:
+                    wait.look()
+
+        return look
+
     def _send(self, rank: int, link: socket.socket, parts: list[memoryview]) -> None:
         wait: _Wait | None = None
         while parts:
@@ -191,6 +217,12 @@ class _Wait:
                 f"rank {self._rank} of the router's group does not get on within "
                 f"{self._timeout_s:g} s"
             )
+
+
+def _has_hung_up(link: socket.socket) -> bool:
+    news = select.poll()
+    news.register(link, select.POLLRDHUP)
+    return bool(news.poll(0))
 
 
 def _gone(rank: int, error: OSError) -> GroupLost:

@@ -51,7 +51,7 @@ from moe_model.shipped import checkpoint_dir
 from moe_model.spec import ModelSpec, load_spec, serving_digest
 from router_svc.engine import Engine, answer_timeout_s
 from router_svc.exchange import EngineBusyError, Results
-from router_svc.group import Alone, Group, OnDevice, Several
+from router_svc.group import Alone, Group, OnDevice, Several, SeveralOnDevices
 from router_svc.lanes import reach
 from router_svc.loads import Loads
 from router_svc.metrics import RouterCollector
@@ -456,16 +456,16 @@ def router_group(ctx: Context, path: Path, spec: ModelSpec) -> Group:
     for a device that is not there.
     """
     router = ctx.settings.router
-    if router.device != "cpu":
-        try:
-            return OnDevice(ctx, path)
-        except DeviceUnavailable as error:
-            raise CannotServe(str(error)) from error
-    if router.tp == 1:
-        return Alone(ctx, path)
-    if fault := shard_fault(spec, router.tp):
+    on_device = router.device != "cpu"
+    if router.tp > 1 and (fault := shard_fault(spec, router.tp)):
         raise CannotServe(f"router.tp = {router.tp} ({ctx.effective.origin['router.tp']}): {fault}")
-    return Several(ctx, path, timeout_s=answer_timeout_s(router))
+    try:
+        if router.tp == 1:
+            return OnDevice(ctx, path) if on_device else Alone(ctx, path)
+        several = SeveralOnDevices if on_device else Several
+        return several(ctx, path, timeout_s=answer_timeout_s(router))
+    except DeviceUnavailable as error:
+        raise CannotServe(str(error)) from error
 
 
 def check_cache(ctx: Context, spec: ModelSpec) -> None:

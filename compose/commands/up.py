@@ -16,7 +16,13 @@ from compose.holder import claim_mesh, release_mesh
 from compose.keys import check_keys
 from compose.launcher import Launcher
 from compose.listeners import Listeners
-from compose.model import check_cache, check_groups, check_workers, served_model
+from compose.model import (
+    check_cache,
+    check_experts,
+    check_groups,
+    check_workers,
+    served_model,
+)
 from compose.options import Source, UsageError
 from compose.processes import Recipe, ServiceRole
 from mesh.config import MAX_GATEWAYS
@@ -80,6 +86,7 @@ def up(
     name, spec = served_model(effective.settings)
     check_workers(effective, spec)
     check_groups(effective, spec)
+    check_experts(effective, spec)
     check_cache(effective, spec)
     gateway = effective.settings.gateway
     with Listeners(gateway.host, gateway.port) as listeners:

@@ -6,6 +6,7 @@ Layers, each importing only those above it:
     routing       which rank and slot each pair goes to, and the messages; in C
     gating        experts and weights from a gate's logits; in C
     rows          RMS norm; in C
+    fp8           e4m3 with scales as DeepSeek-V3 has it, in torch
     packed        weight matrices packed for the CPU's fastest linear kernel
     grouped_ffn   the SwiGLU experts of one MoE layer on one rank, over ``packed``
     bundle        one expert as bytes, to travel to another process
@@ -13,6 +14,7 @@ Layers, each importing only those above it:
     shm           the plane for processes of one host: lanes in shared memory
     tcp           the plane between hosts: lanes over TCP
     group         the planes over torch.distributed: gloo and NCCL
+    ranks         rows to a tensor-parallel group's ranks and sums back, over the same
     triton        the same work on a GPU: kernels with their ahead-of-time compilation
     planes        the plane that a setting names
 

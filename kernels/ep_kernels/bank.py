@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from ep_kernels.fp8 import Weight
 from ep_kernels.packed import Kind, Matrix
 from ep_kernels.plane import IntArray
 
@@ -73,7 +74,7 @@ class Bank(Protocol):
         of an expert then differ by that much.
         """
 
-    def keep(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> KeptExpert:
+    def keep(self, gate: Weight, up: Weight, down: Weight) -> KeptExpert:
         """What to keep of one expert: ``gate``, ``up`` ``[intermediate, hidden]``, ``down``
         ``[hidden, intermediate]``. Copies; raises ``ValueError`` on a wrong shape.
         """
@@ -137,7 +138,7 @@ class Slots:
         holds[:stay] = self.holds[:stay]
         return holds
 
-    def check_shapes(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
+    def check_shapes(self, gate: Weight, up: Weight, down: Weight) -> None:
         """Raise ``ValueError`` unless these are one expert's matrices."""
         inner, outer = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
         for name, tensor, shape in (

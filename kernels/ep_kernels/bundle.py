@@ -2,6 +2,7 @@
 
     header (64 bytes)  |  gate_up, padded to 64  |  down, padded to 64
 
+where a matrix with scales is followed by them, padded to 64 as well.
 The header says which expert it is, its layout and each matrix's storage and shape; then come the
 values exactly as they are kept (see ``ep_kernels.packed``), so that whoever packs them again
 computes the same bits. The same expert kept the same way is the same bytes everywhere: its
@@ -38,16 +39,15 @@ class BundleError(Exception):
 def pack_bundle(kept: KeptExpert, layer: int, expert: int) -> torch.Tensor:
     """One expert's bundle, ``[bytes]`` uint8: a copy."""
     header = _header(kept, layer, expert)
-    matrices = (kept.gate_up, kept.down)
-    bundle = torch.empty(
-        len(header) + sum(_padded(matrix.values.nbytes) for matrix in matrices), dtype=torch.uint8
-    )
+    parts = _parts(kept)
+    size = len(header) + sum(_padded(part.nbytes) for part in parts)
+    bundle = torch.empty(size, dtype=torch.uint8)
     bundle[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     begin = len(header)
-    for matrix in matrices:
-        end = begin + matrix.values.nbytes
-        bundle[begin:end].view(matrix.storage.dtype).copy_(matrix.values.view(-1))
-        begin += _padded(matrix.values.nbytes)
+    for part in parts:
+        end = begin + part.nbytes
+        bundle[begin:end].view(part.dtype).copy_(part.view(-1))
+        begin += _padded(part.nbytes)
         bundle[end:begin] = 0
     return bundle
 
@@ -71,24 +71,20 @@ def open_bundle(bundle: torch.Tensor, layer: int, expert: int) -> KeptExpert:
             f"expert {found_expert} of layer {found_layer}, expected {expert} of {layer}"
         )
     matrices = []
-    begin = _HEADER.size
-    for storage, rows, columns in (described[:3], described[3:]):
-        if storage not in Storage._value2member_map_:
-            raise BundleError(f"storage {storage} is unknown")
-        dtype = Storage(storage).dtype
-        end = begin + rows * columns * dtype.itemsize
-        after = begin + _padded(end - begin)
-        if after > bundle.numel():
-            raise BundleError(f"{bundle.numel()} bytes, its header needs more")
-        if torch.any(bundle[end:after]):
-            raise BundleError("the padding of a matrix is not zero")
-        values = bundle[begin:end].view(dtype).view(rows, columns)
+    rest = bundle[_HEADER.size :]
+    for number, rows, columns in (described[:3], described[3:]):
+        if number not in Storage._value2member_map_:
+            raise BundleError(f"storage {number} is unknown")
+        storage = Storage(number)
+        values, rest = _take(rest, storage.dtype, rows, columns)
         if storage in {Storage.PLAIN, Storage.ROW_BY_ROW}:
             values = values.clone()  # kept as they are: the bundle's memory is to go
-        matrices.append(Matrix(Storage(storage), values))
-        begin = after
+        scales = None
+        if shape := storage.scales_of(rows, columns):
+            scales, rest = _take(rest, torch.float32, *shape)
+        matrices.append(Matrix(storage, values, scales))
     kept = KeptExpert(bool(small), *matrices)
-    if begin != bundle.numel() or _header(kept, layer, expert) != head:
+    if rest.numel() or _header(kept, layer, expert) != head:
         raise BundleError("bytes that a bundle does not have")
     return kept
 
@@ -101,9 +97,9 @@ def checksum(bundle: torch.Tensor) -> bytes:
 def checksum_of(kept: KeptExpert, layer: int, expert: int) -> bytes:
     """``checksum(pack_bundle(...))``, without the copy."""
     digest = hashlib.blake2b(_header(kept, layer, expert), digest_size=CHECKSUM_BYTES)
-    for matrix in (kept.gate_up, kept.down):
-        digest.update(matrix.values.view(-1).view(torch.uint8).numpy().data)
-        digest.update(bytes(_padded(matrix.values.nbytes) - matrix.values.nbytes))
+    for part in _parts(kept):
+        digest.update(part.view(-1).view(torch.uint8).numpy().data)
+        digest.update(bytes(_padded(part.nbytes) - part.nbytes))
     return digest.digest()
 
 
@@ -111,6 +107,24 @@ def largest_bundle(hidden: int, intermediate: int) -> int:
     """Bytes that no bundle of an expert of this size exceeds."""
     size = Storage.PLAIN.dtype.itemsize * hidden * intermediate
     return _HEADER.size + _padded(2 * size) + _padded(size)
+
+
+def _parts(kept: KeptExpert) -> list[torch.Tensor]:
+    found = (part for m in (kept.gate_up, kept.down) for part in (m.values, m.scales))
+    return [part for part in found if part is not None]
+
+
+def _take(
+    rest: torch.Tensor, dtype: torch.dtype, rows: int, columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first tensor of ``rest`` and what follows it. Raises ``BundleError``."""
+    end = rows * columns * dtype.itemsize
+    after = _padded(end)
+    if after > rest.numel():
+        raise BundleError(f"ends {after - rest.numel()} bytes early: its header needs more")
+    if torch.any(rest[end:after]):
+        raise BundleError("the padding of a matrix is not zero")
+    return rest[:end].view(dtype).view(rows, columns), rest[after:]
 
 
 def _header(kept: KeptExpert, layer: int, expert: int) -> bytes:

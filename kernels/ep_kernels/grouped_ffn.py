@@ -21,6 +21,7 @@ from torch.nn.functional import linear, silu
 
 from ep_kernels.bank import KeptExpert, LoadedExpert, SlotEmptyError, Slots
 from ep_kernels.few import FewFfn
+from ep_kernels.fp8 import Weight, dense
 from ep_kernels.half_ffn import HalfExpert, HalfFfn, half_expert
 from ep_kernels.packed import (
     Kind,
@@ -147,13 +148,14 @@ class ExpertBank(Slots):
         """Bytes of all weights held."""
         return sum(expert.nbytes for expert in self._experts if expert is not None)
 
-    def keep(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> KeptExpert:
+    def keep(self, gate: Weight, up: Weight, down: Weight) -> KeptExpert:
         """What to keep of one expert: ``gate``, ``up`` ``[intermediate, hidden]``, ``down``
         ``[hidden, intermediate]``. Copies; raises ``ValueError`` on a wrong shape.
         """
         self.check_shapes(gate, up, down)
+        down = dense(down)
         with torch.no_grad():
-            gate_up = torch.cat([gate, up]).float()  # [2 intermediate, hidden]
+            gate_up = torch.cat([dense(gate), dense(up)]).float()  # [2 intermediate, hidden]
             if self._small:
                 return KeptExpert(
                     True,
@@ -191,7 +193,7 @@ class ExpertBank(Slots):
         gate_up, down = pack(kept.gate_up), pack(kept.down)
         return PackedExpert(gate_up, down, half_expert(gate_up, down))
 
-    def prepare(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> ExpertWeights:
+    def prepare(self, gate: Weight, up: Weight, down: Weight) -> ExpertWeights:
         """``keep`` and ``pack`` in one call."""
         return self.pack(self.keep(gate, up, down))
 
@@ -215,9 +217,9 @@ class ExpertBank(Slots):
         self,
         slot: int,
         logical_expert: int,
-        gate: torch.Tensor,
-        up: torch.Tensor,
-        down: torch.Tensor,
+        gate: Weight,
+        up: Weight,
+        down: Weight,
     ) -> None:
         """``prepare`` and ``install`` in one call."""
         self.install(slot, logical_expert, self.prepare(gate, up, down))

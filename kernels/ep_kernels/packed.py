@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.functional import linear
 
+from ep_kernels.fp8 import E4M3, GROUP
 from ep_kernels.half import HalfMatrix
 from ep_kernels.half import has_kernel as has_fp16_kernel
 
@@ -55,22 +56,31 @@ class Storage(IntEnum):
     FP16 = 4
     BF16 = 5
     """Kept for a GPU; no kernel of a CPU takes it."""
+    FP8 = 6
+    """The same, with a scale for each block of 128 x 128 (see ``ep_kernels.fp8``)."""
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the kept values."""
         return _DTYPES.get(self, torch.float32)
 
+    def scales_of(self, rows: int, columns: int) -> tuple[int, int] | None:
+        """Shape of the scales of a ``[rows, columns]`` matrix; None if it has none."""
+        return (-(-rows // GROUP), -(-columns // GROUP)) if self is Storage.FP8 else None
 
-_DTYPES = {Storage.FP16: torch.float16, Storage.BF16: torch.bfloat16}
+
+_DTYPES = {Storage.FP16: torch.float16, Storage.BF16: torch.bfloat16, Storage.FP8: E4M3}
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight as it is kept: ``values`` ``[out, in]`` of ``storage.dtype``, contiguous."""
+    """A weight as it is kept: ``values`` ``[out, in]`` of ``storage.dtype``, and ``scales`` of
+    ``storage.scales_of`` them, fp32; contiguous.
+    """
 
     storage: Storage
     values: torch.Tensor
+    scales: torch.Tensor | None = None
 
 
 class PackedLinear(ABC):
@@ -248,8 +258,8 @@ def storage_fault(
     """Why this process may not pack a matrix that another one keeps so, in words; empty when it
     may: the kernel must exist here, and the same ``kind`` and ``exact`` allow it.
     """
-    if storage is Storage.BF16:
-        return "bf16 weights are kept for a GPU"
+    if storage in {Storage.BF16, Storage.FP8}:
+        return f"{storage.name} weights are kept for a GPU"
     if storage is Storage.FP16:
         if kind == "fp32" or (exact and kind != "fp16"):
             return "fp16 weights where fp32 is asked for"

@@ -110,13 +110,22 @@ class _Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class DeviceParts:
+    """What one process holds of a model on its device: all but the routed experts, or a ``Shard``
+    of that.
+    """
+
     spec: ModelSpec
+    shard: Shard
     layers: tuple[_Layer, ...]
     table: torch.Tensor
     final_norm: torch.Tensor
     head: torch.Tensor
     rope: Rope
+    device: Device
+    stream: Stream
+    """The loading thread's, which computes as well."""
+    progress: Callable[[float], None]
 
 
 class DeviceModel:
@@ -124,22 +133,24 @@ class DeviceModel:
     for ``logits``. Made by ``load_device_model``, whose thread alone may call it.
     """
 
-    waited_ns = 0
-
-    def __init__(
-        self, parts: _Parts, device: Device, stream: Stream, progress: Callable[[float], None]
-    ) -> None:
+    def __init__(self, parts: DeviceParts) -> None:
         self.spec = parts.spec
         self._parts = parts
         self._layers = parts.layers
-        self._device = device
-        self._stream = stream
-        self._progress = progress
+        self._device = parts.device
+        self._stream = parts.stream
+        self._progress = parts.progress
+        self._attention = parts.shard.attention
         self._dtype = parts.head.dtype
         self._kv: DeviceCache | None = None
         self._frames: Frames | None = None
         self._frame: Frame | None = None
         """Of the micro-batch whose layer is being computed; None if it has none."""
+
+    @property
+    def waited_ns(self) -> int:
+        """See ``RouterModel``."""
+        return 0
 
     def clients(self, make: MakeClient, computed: Computed) -> MakeClient:
         """Clients that take and give rows on the device, over those that ``make`` makes."""
@@ -150,22 +161,14 @@ class DeviceModel:
         return clients
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        stride = row_stride(self.spec.attention.cache_width)
+        stride = row_stride(self._attention.cache_width)
         return self._dtype.itemsize * self.spec.num_layers * block_size * stride
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> DeviceCache:
         """An empty cache, with the attention kernels compiled that it is read by. The only one that
         plans are made for from now on.
         """
-        spec = self.spec
-        cache = DeviceCache(
-            spec.num_layers,
-            num_blocks,
-            block_size,
-            spec.attention.cache_width,
-            dtype=self._dtype,
-            device=self._device,
-        )
+        spec, cache = self.spec, self._empty_cache(num_blocks, block_size)
         self._kv = self._frames = None
         if self._device.compiles:
             with torch.inference_mode():
@@ -176,6 +179,16 @@ class DeviceModel:
         self._kv = cache
         self._frames = Frames(lambda size: Frame(self._device, size, most_blocks, block_size, turn))
         return cache
+
+    def _empty_cache(self, num_blocks: int, block_size: int) -> DeviceCache:
+        return DeviceCache(
+            self.spec.num_layers,
+            num_blocks,
+            block_size,
+            self._attention.cache_width,
+            dtype=self._dtype,
+            device=self._device,
+        )
 
     def plan(self, chunks: Sequence[Chunk], block_size: int = 16) -> DevicePlan:
         index = index_step(chunks, block_size, self.spec.max_context, self._parts.rope)
@@ -192,17 +205,22 @@ class DeviceModel:
     def attend(
         self, layer: int, h: torch.Tensor, plan: DevicePlan, kv: DeviceCache
     ) -> torch.Tensor:
+        index, kv_rows = self._over(plan, kv), kv.layers[layer]
+        return self._run("attend", layer, lambda h: self._attend(layer, h, index, kv_rows), h)[0]
+
+    def _over(self, plan: DevicePlan, kv: DeviceCache) -> DevicePlan:
+        """The index tensors that attention goes over: those of the plan's frame, if it has one, for
+        all of the layer's calls that follow.
+        """
         if plan.block_size != kv.block_size:
             raise ValueError(
                 f"the step was planned for blocks of {plan.block_size} tokens, "
                 f"the cache has blocks of {kv.block_size}"
             )
-        kv_rows = kv.layers[layer]
         loan = plan.loan
         assert loan is None or kv is self._kv, "the plan is for the newest cache"
         self._frame = None if loan is None else loan.frame
-        index = plan if loan is None else loan.frame.plan
-        return self._run("attend", layer, lambda h: self._attend(layer, h, index, kv_rows), h)[0]
+        return plan if loan is None else loan.frame.plan
 
     def dense(self, layer: int, h: torch.Tensor) -> torch.Tensor:
         return self._run("dense", layer, lambda h: self._dense(layer, h), h)[0]
@@ -230,9 +248,14 @@ class DeviceModel:
     def _attend(
         self, layer: int, h: torch.Tensor, plan: DevicePlan, cache: torch.Tensor
     ) -> tuple[torch.Tensor]:
+        return (h + self._attention_of(layer, h, plan, cache),)
+
+    def _attention_of(
+        self, layer: int, h: torch.Tensor, plan: DevicePlan, cache: torch.Tensor
+    ) -> torch.Tensor:
         parts = self._layers[layer]
         x = rms_norm(h, parts.attention_norm, self.spec.norm_eps).to(self._dtype)
-        return (h + parts.attention(x, plan, cache),)
+        return parts.attention(x, plan, cache)
 
     def _gate(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
         parts = self._layers[layer]
@@ -241,33 +264,41 @@ class DeviceModel:
         return x, *parts.gate(x)
 
     def _dense(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self._dense_of(layer, h).add_(h),)
+
+    def _dense_of(self, layer: int, h: torch.Tensor) -> torch.Tensor:
         parts = self._layers[layer]
         assert parts.dense is not None
-        return (parts.dense(rms_norm(h, parts.ffn_norm, self.spec.norm_eps)).add_(h),)
+        return parts.dense(rms_norm(h, parts.ffn_norm, self.spec.norm_eps))
 
     def logits(self, h_rows: torch.Tensor) -> torch.Tensor:
         """``[rows, vocab]`` fp32 on the host, where tokens are drawn."""
+        return download(self._device, self._stream, self._logits_of(h_rows))[0]
+
+    def _logits_of(self, h_rows: torch.Tensor) -> torch.Tensor:
         parts = self._parts
         x = rms_norm(h_rows.contiguous(), parts.final_norm, self.spec.norm_eps).to(self._dtype)
-        return download(self._device, self._stream, linear(x, parts.head).float())[0]
+        return linear(x, parts.head).float()
 
     def _warm_up(self, kv: DeviceCache) -> None:
         """Run each kernel once: a token through a layer of each kind, and attention with each
         number of shares of the keys, which are kernels of their own.
         """
-        plan = self.plan([Chunk([0], 0, [0])], kv.block_size)
-        h = self.embed(plan)
+        rope = self._parts.rope
+        index = index_step([Chunk([0], 0, [0])], kv.block_size, self.spec.max_context, rope)
+        plan = plan_on_device(index, kv.block_size, self._device)
+        h = torch.zeros(1, self.spec.hidden_size, device=self._device.place)
         layers = {0, *self.spec.moe_layers[:1]}
         steps = len(layers) + MOST_SPLITS.bit_length()
         for done, layer in enumerate(layers):
             self._progress(_LOADED + (1 - _LOADED) * done / steps)
-            self.attend(layer, h, plan, kv)
-            if layer in self.spec.moe_layers:
-                self.gate(layer, h)
-            else:
-                self.dense(layer, h)
+            self._attend(layer, h, plan, kv.layers[layer])
+            if self._layers[layer].dense is not None:
+                self._dense(layer, h)
+            elif self._layers[layer].gate is not None:
+                self._gate(layer, h)
         rows = self._layers[0].attention.rows(kv.block_size)
-        heads = self.spec.attention.num_heads
+        heads = self._attention.num_heads
         q = torch.zeros(1, heads, rows.key_dim, dtype=self._dtype, device=self._device.place)
         for doubled in range(MOST_SPLITS.bit_length()):
             self._progress(_LOADED + (1 - _LOADED) * (len(layers) + doubled) / steps)
@@ -286,8 +317,23 @@ def load_device_model(
     the calling thread. Raises ``CheckpointError`` before any tensor is converted if one is missing
     or wrong, and ``torch.OutOfMemoryError``. ``progress`` is told 1 by ``new_kv_cache``.
     """
+    return DeviceModel(load_device_parts(path, device, weights=weights, progress=progress))
+
+
+def load_device_parts(
+    path: Path,
+    device: Device,
+    rank: int = 0,
+    size: int = 1,
+    *,
+    weights: DeviceWeights = "auto",
+    progress: Callable[[float], None] | None = None,
+) -> DeviceParts:
+    """Read the part of rank ``rank`` in a group of ``size``, for which ``shard_fault`` must be
+    empty; see ``load_device_model``.
+    """
     spec = load_spec(path)
-    table, shard = TensorTable(spec), Shard(spec)
+    table, shard = TensorTable(spec), Shard(spec, rank, size)
     report = progress or (lambda _share: None)
     dtype = torch.float32 if weights == "fp32" else torch.bfloat16
     stream = device.settle()
@@ -306,21 +352,24 @@ def load_device_model(
         for layer in range(spec.num_layers):
             report(_LOADED * layer / spec.num_layers)
             layers.append(_load_layer(spec, reader, layer, place, place_fp32))
-        parts = _Parts(
+        return DeviceParts(
             spec=spec,
+            shard=shard,
             layers=tuple(layers),
             table=embeddings,
             final_norm=place_fp32(reader.tensor("final_norm")),
             head=embeddings if spec.tie_word_embeddings else place(reader.tensor("head")),
             rope=Rope(spec.rope, spec.max_context),
+            device=device,
+            stream=stream,
+            progress=report,
         )
-    return DeviceModel(parts, device, stream, report)
 
 
 def _load_layer(
     spec: ModelSpec, reader: Reader, layer: int, place: Place, place_fp32: Place
 ) -> _Layer:
-    roles = reader.table.layer_roles(layer)
+    roles = [role for role in reader.table.layer_roles(layer) if reader.shard.holds(role)]
 
     def ffn(prefix: str) -> _SwiGlu | None:
         if f"{prefix}_gate" not in roles:
@@ -336,10 +385,11 @@ def _load_layer(
         chosen = _Gate(rule, weight, bias)
     matrices = reader.role_map(reader.table.attention_roles, layer)
     attention: DeviceLatentAttention | DeviceGroupedAttention
-    if isinstance(spec.attention, GqaSpec):
-        attention = DeviceGroupedAttention(spec.attention, spec.rope, matrices, place)
+    own = reader.shard.attention
+    if isinstance(own, GqaSpec):
+        attention = DeviceGroupedAttention(own, spec.rope, matrices, place)
     else:
-        attention = DeviceLatentAttention(spec.attention, spec.rope, matrices, place)
+        attention = DeviceLatentAttention(own, spec.rope, matrices, place)
     return _Layer(
         attention_norm=place_fp32(reader.tensor("attention_norm", layer)),
         attention=attention,

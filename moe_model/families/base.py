@@ -88,10 +88,8 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def refuse_unsupported(config: JsonReader) -> None:
-    """Raises ``BadConfig`` for what no family can run: other activations, quantised weights."""
+    """Raises ``BadConfig`` for what no family can run: other activations."""
     config.choice("hidden_act", "silu", ("silu",))
-    if config.values.get("quantization_config") is not None:
-        raise config.bad("quantization_config", "none (convert the checkpoint to bf16 first)")
 
 
 def require_even(config: JsonReader, *keys: str) -> None:

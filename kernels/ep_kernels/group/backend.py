@@ -51,8 +51,8 @@ class Backend(Protocol):
     def limit_s(self) -> float:
         """Opening a lane takes no longer."""
 
-    def make(self, store: Store, rank: int, host: str, timeout_s: float) -> Any:
-        """A group with whoever uses the same ``store`` as the other rank. Blocks; ``host`` is the
+    def make(self, store: Store, rank: int, host: str, timeout_s: float, size: int = 2) -> Any:
+        """A group with whoever uses the same ``store`` as the other ranks. Blocks; ``host`` is the
         address of this end. Raises ``RuntimeError`` and what the store raises.
         """
 
@@ -86,7 +86,7 @@ class GlooBackend:
             raise PlaneUnavailableError(f"torch {torch.__version__} has no gloo")
         self._listeners: dict[str, Any] = {}
 
-    def make(self, store: Store, rank: int, host: str, timeout_s: float) -> Any:
+    def make(self, store: Store, rank: int, host: str, timeout_s: float, size: int = 2) -> Any:
         gloo: Any = torch.distributed.ProcessGroupGloo
         listener = self._listeners.get(host)
         if listener is None:
@@ -96,7 +96,7 @@ class GlooBackend:
         options._devices = [listener]  # noqa: SLF001
         options._threads = 1  # noqa: SLF001 - none but collective operations use more
         options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
-        return gloo(store, rank, 2, options)
+        return gloo(store, rank, size, options)
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
@@ -142,11 +142,18 @@ class NcclBackend:
         self.device = torch.device("cuda", index)
         os.environ.update(_QUIET_NCCL)
 
-    def make(self, store: Store, rank: int, host: str, timeout_s: float) -> Any:  # noqa: ARG002
+    def make(
+        self,
+        store: Store,
+        rank: int,
+        host: str,  # noqa: ARG002
+        timeout_s: float,
+        size: int = 2,
+    ) -> Any:
         nccl: Any = torch.distributed.ProcessGroupNCCL
         with torch.cuda.device(self.device):
             # What ends a late operation is the lane's own deadline.
-            return nccl(store, rank, 2, timedelta(seconds=timeout_s))
+            return nccl(store, rank, size, timedelta(seconds=timeout_s))
 
     @contextmanager
     def receiving(self) -> Iterator[None]:

@@ -8,7 +8,8 @@
     counting      where each pair stands among the pairs of its expert or slot
     replicas      logical experts to physical slots, split evenly over an expert's places
     permute       tokens into the order of their slots, padded to a tile, and back with weights
-    quantise      bf16 rows to FP8 (e4m3) with one scale for 128 values
+    quantise      bf16 rows to FP8 (e4m3) with one scale for 128 values; its reference is in
+                  ``ep_kernels.fp8``
     grouped_gemm  the SwiGLU experts of one MoE layer on one rank, bf16 or FP8
     all_to_all    dispatch and combine between processes, one-sided
     attention     softmax over the paged cache, latent or grouped-query

@@ -16,7 +16,7 @@ import torch
 from ep_kernels.plane import FloatArray, IntArray
 from ep_kernels.triton.bank import DTYPE, DeviceBank
 from ep_kernels.triton.device import TIMEOUT_S, Device, DeviceHung, Mark, wait_for
-from ep_kernels.triton.grouped_gemm import PREFILL_ROWS, ApartWeights, expert_ffn
+from ep_kernels.triton.grouped_gemm import PREFILL_ROWS, expert_ffn
 
 DEPTH = 2
 """Flights at a time: one is computed while the host fills or empties the other."""
@@ -146,7 +146,7 @@ class Flights:
                 flight.up.device[:total].copy_(flight.up.host[:total], non_blocking=True)
                 arrived = self._up.mark()
             x, addresses, on_slots, on_weights = views(flight.up.device)
-            table = ApartWeights(addresses[0], addresses[1], hidden, bank.intermediate)
+            table = bank.table(addresses[0], addresses[1])
             with self._compute:
                 self._compute.follow(arrived)
                 sums = expert_ffn(x, on_slots, on_weights, table)  # [tokens, hidden]

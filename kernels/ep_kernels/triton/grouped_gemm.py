@@ -21,15 +21,10 @@ import triton
 import triton.language as tl
 from torch.nn.functional import silu
 
+from ep_kernels.fp8 import E4M3, GROUP, dequantise, rounded_rows
 from ep_kernels.triton.arguments import KernelArgumentError, check_tensor
 from ep_kernels.triton.permute import Plan, permute, plan, unpermute
-from ep_kernels.triton.quantise import (
-    GROUP,
-    dequantise,
-    quantise,
-    reference_quantise,
-    scaled,
-)
+from ep_kernels.triton.quantise import quantise, scaled
 from ep_kernels.triton.registry import Variant
 from ep_kernels.triton.tuning import (
     FP8_ARCHITECTURES,
@@ -59,7 +54,7 @@ class SlotWeights:
 
     def __post_init__(self) -> None:
         """Raises ``KernelArgumentError`` for shapes and types that do not belong together."""
-        floats = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+        floats = (torch.bfloat16, torch.float16, E4M3)
         check_tensor("gate_up", self.gate_up, (None, None, None), *floats)
         slots, double, hidden = self.gate_up.shape
         if double % 2:
@@ -76,12 +71,7 @@ class SlotWeights:
                         f"{name}_scale", "given", f"none for {self.down.dtype}"
                     )
             return
-        if hidden % GROUP or inter % GROUP:
-            raise KernelArgumentError(
-                "gate_up",
-                f"of hidden {hidden}, intermediate {inter}",
-                f"both divisible by {GROUP} for FP8",
-            )
+        _check_fp8_sizes(hidden, inter)
         rows, columns = inter // GROUP, hidden // GROUP
         for (name, scale), shape in zip(
             scales, ((slots, 2 * rows, columns), (slots, columns, rows)), strict=True
@@ -92,7 +82,7 @@ class SlotWeights:
 
     @property
     def is_fp8(self) -> bool:
-        return self.gate_up.dtype is torch.float8_e4m3fn
+        return self.gate_up.dtype is E4M3
 
     @property
     def dtype(self) -> torch.dtype:
@@ -120,8 +110,9 @@ class SlotWeights:
 @dataclass(frozen=True, slots=True)
 class ApartWeights:
     """The same where each expert lies by itself: ``gate_up`` and ``down`` are the addresses of the
-    slots' matrices, ``[slots]`` int64 on the device, each divisible by 16. bf16 or fp16. A slot
-    without an expert must be in no pair; whoever launches keeps the matrices until the work ended.
+    slots' matrices, ``[slots]`` int64 on the device, each divisible by 16. bf16, fp16, or e4m3 with
+    a matrix's scales right behind its values. A slot without an expert must be in no pair; whoever
+    launches keeps the matrices until the work ended.
     """
 
     gate_up: torch.Tensor
@@ -134,21 +125,38 @@ class ApartWeights:
         """Raises ``KernelArgumentError``."""
         check_tensor("gate_up", self.gate_up, (None,), torch.int64)
         check_tensor("down", self.down, (self.num_slots,), torch.int64, like=self.gate_up)
-        if self.dtype not in {torch.bfloat16, torch.float16}:
-            raise KernelArgumentError("dtype", str(self.dtype), "bfloat16 or float16")
+        if self.dtype not in {torch.bfloat16, torch.float16, E4M3}:
+            raise KernelArgumentError(
+                "dtype", str(self.dtype), "bfloat16, float16 or float8_e4m3fn"
+            )
+        if self.is_fp8:
+            _check_fp8_sizes(self.hidden, self.intermediate)
 
-    is_fp8 = False
     gate_up_scale = None
     down_scale = None
 
     @property
+    def is_fp8(self) -> bool:
+        return self.dtype is E4M3
+
+    @property
     def architecture(self) -> int:
-        """Of their device. Raises ``UnsupportedArchitecture``."""
-        return architecture_of(self.down.device)
+        """Of their device. Raises ``UnsupportedArchitecture``, also for FP8 where there is none."""
+        device = self.down.device
+        return fp8_architecture_of(device) if self.is_fp8 else architecture_of(device)
 
     @property
     def num_slots(self) -> int:
         return self.gate_up.shape[0]
+
+
+def _check_fp8_sizes(hidden: int, inter: int) -> None:
+    if hidden % GROUP or inter % GROUP:
+        raise KernelArgumentError(
+            "gate_up",
+            f"of hidden {hidden}, intermediate {inter}",
+            f"both divisible by {GROUP} for FP8",
+        )
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -156,7 +164,7 @@ def _grouped(
     x: tl.tensor,  # [rows, K]
     x_scale: tl.tensor,  # [rows, K / 128] fp32, FP8 only
     w: tl.tensor,  # [slots, N or 2 N, K]; with APART [slots] int64 addresses of [N or 2 N, K]
-    w_scale: tl.tensor,  # [slots, N / 128 or 2 N / 128, K / 128] fp32, FP8 only
+    w_scale: tl.tensor,  # [slots, N / 128 or 2 N / 128, K / 128] fp32, FP8 only; not with APART
     out: tl.tensor,  # [rows, N]
     out_scale: tl.tensor,  # [rows, N / 128] fp32, FP8 with SWIGLU only
     tile_slot: tl.tensor,  # [tiles] int32
@@ -192,8 +200,9 @@ def _grouped(
         w_row = tl.where(n < N, n, 0).to(tl.int64)
         heights: tl.constexpr = 2 if SWIGLU else 1
         if APART:
-            address = tl.load(w + slot).to(tl.pointer_type(x.dtype.element_ty))
-            w_at = tl.multiple_of(address, 16) + w_row[None, :] * K + k[:, None]  # [K, N]
+            address = tl.load(w + slot)
+            w_first = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
+            w_at = w_first + w_row[None, :] * K + k[:, None]  # [K, N]
         else:
             w_at = w + slot * (heights * N * K) + w_row[None, :] * K + k[:, None]  # [K, N]
         x_at = x + row[:, None] * K + k[None, :]
@@ -209,9 +218,11 @@ def _grouped(
             tl.static_assert(128 % BLOCK_N == 0, "a block of columns has one scale")
             tl.static_assert(BLOCK_N == 128 or not SWIGLU, "a block of columns is one group")
             groups: tl.constexpr = K // BLOCK_K
-            s_at = (
-                w_scale + slot * (heights * (N // 128) * groups) + block * BLOCK_N // 128 * groups
-            )
+            if APART:  # right behind the values
+                s_first = (address + heights * N * K).to(tl.pointer_type(tl.float32))
+            else:
+                s_first = w_scale + slot * (heights * (N // 128) * groups)
+            s_at = s_first + block * BLOCK_N // 128 * groups
             x_scale_at = x_scale + row * groups
         for step in range(0, K, BLOCK_K):
             if K % BLOCK_K == 0:
@@ -392,14 +403,11 @@ def reference_ffn(
         if weights.gate_up_scale is not None and weights.down_scale is not None:
             gate_up = dequantise(gate_up, weights.gate_up_scale[slot])
             down = dequantise(down, weights.down_scale[slot])
-            rows = dequantise(*reference_quantise(x))
+            rows = rounded_rows(x)
         for token, choice in torch.nonzero(slots == slot).tolist():
             gate, up = (rows[token] @ gate_up.float().T).chunk(2)
             act = silu(gate) * up
-            if weights.is_fp8:
-                act = dequantise(*reference_quantise(act[None]))[0]
-            else:
-                act = act.to(x.dtype).float()
+            act = rounded_rows(act[None])[0] if weights.is_fp8 else act.to(x.dtype).float()
             row = (act @ down.float().T).to(x.dtype).float()
             out[token] += pair_weights[token, choice] * row
     return out
@@ -411,7 +419,7 @@ def variants(architecture: int) -> tuple[Variant, ...]:
     found = []
     kinds = [(False, False), (False, True)]  # FP8, apart
     if architecture in FP8_ARCHITECTURES:
-        kinds.append((True, False))
+        kinds += [(True, False), (True, True)]
     for fp8, apart in kinds:
         regimes: tuple[Regime, ...] = ("decode", "prefill")
         for regime in regimes:

@@ -1,26 +1,19 @@
-"""Rows to FP8 with one scale for each 128 values, as DeepSeek-V3 quantises activations (arXiv
-2412.19437, section 3.3.2): e4m3 values whose largest is 448, and ``value = quantised * scale``.
+"""Rows to FP8 with one scale for each 128 values, as DeepSeek-V3 quantises activations.
+
+The format, and what the kernel computes in plain torch (``quantise_rows``), are in
+``ep_kernels.fp8``.
 """
 
 from __future__ import annotations
-
-from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
+from ep_kernels.fp8 import E4M3, GROUP, LARGEST, SMALLEST
 from ep_kernels.triton.arguments import KernelArgumentError, check_tensor
 from ep_kernels.triton.registry import Variant
 from ep_kernels.triton.tuning import FP8_ARCHITECTURES, fp8_architecture_of, tile
-
-GROUP: Final = 128
-"""Values that share a scale."""
-LARGEST: Final = 448.0
-"""The largest finite e4m3."""
-SMALLEST: Final = 2.0**-100
-"""A group whose values are all smaller is scaled as if one were this large: its scale, and one over
-it, are normal numbers."""
 
 _LARGEST = tl.constexpr(LARGEST)
 _FLOOR = tl.constexpr(SMALLEST)
@@ -63,7 +56,7 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if width % GROUP:
         raise KernelArgumentError("x", f"{width} wide", f"a width divisible by {GROUP}")
     shape = tile("quantise.fp8", fp8_architecture_of(x.device))
-    out = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+    out = torch.empty((rows, width), dtype=E4M3, device=x.device)
     scales = torch.empty((rows, width // GROUP), dtype=torch.float32, device=x.device)
     groups = scales.numel()
     if groups:
@@ -77,40 +70,6 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             num_warps=shape.num_warps,
         )
     return out, scales
-
-
-def reference_quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``quantise`` computes, in plain torch."""
-    grouped = x.float().reshape(x.shape[0], x.shape[1] // GROUP, GROUP)  # [rows, width / 128, 128]
-    scales = grouped.abs().amax(-1).clamp(min=SMALLEST) / LARGEST
-    return (grouped / scales[..., None]).flatten(1).to(torch.float8_e4m3fn), scales
-
-
-def dequantise(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """fp32 of ``values [..., rows, width]``, where one scale holds for 128 values of the last
-    dimension (``scales [..., rows, width / 128]``) or for a block of 128 x 128 (``[..., rows / 128,
-    width / 128]``). Plain torch.
-    """
-    spread = scales.repeat_interleave(GROUP, -1)
-    if scales.shape[-2] != values.shape[-2]:
-        spread = spread.repeat_interleave(GROUP, -2)
-    return values.float() * spread
-
-
-def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``weight [..., rows, width]``, both divisible by 128 -> e4m3 and the scales of its blocks of
-    128 x 128, ``[..., rows / 128, width / 128]`` fp32: DeepSeek-V3's checkpoint format. Plain
-    torch; it is done once, when weights are loaded. Raises ``KernelArgumentError``.
-    """
-    rows, width = weight.shape[-2:]
-    if rows % GROUP or width % GROUP:
-        raise KernelArgumentError(
-            "weight", f"of shape {list(weight.shape)}", f"rows and width divisible by {GROUP}"
-        )
-    blocks = weight.float().reshape(*weight.shape[:-2], rows // GROUP, GROUP, width // GROUP, GROUP)
-    scales = blocks.abs().amax((-3, -1)).clamp(min=SMALLEST) / LARGEST
-    small = blocks / scales[..., :, None, :, None]  # [..., rows / 128, 128, width / 128, 128]
-    return small.flatten(-2).flatten(-3, -2).to(torch.float8_e4m3fn), scales
 
 
 def variants(architecture: int) -> tuple[Variant, ...]:

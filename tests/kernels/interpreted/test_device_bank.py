@@ -109,7 +109,7 @@ def test_cpu_and_device_do_not_take_each_others_experts(
     small = ExpertBank(1, HIDDEN, INTER)
     wide = torch.randn(512, 512, generator=rng)
     for bank, tensors in ((small, drawn(rng)), (large, (wide, wide, wide))):
-        with pytest.raises(ValueError, match="bf16"):
+        with pytest.raises(ValueError, match="keeps BF16"):
             here.pack(bank.keep(*tensors))
         with pytest.raises(ValueError, match="packed for a CPU"):
             here.install(0, 1, bank.prepare(*tensors))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ep_kernels.fp8 import quantise_weight
 from ep_kernels.triton.arguments import KernelArgumentError
 from ep_kernels.triton.grouped_gemm import (
     Regime,
@@ -13,7 +14,6 @@ from ep_kernels.triton.grouped_gemm import (
     regime_of,
 )
 from ep_kernels.triton.permute import permute, plan
-from ep_kernels.triton.quantise import quantise_weight
 
 # tokens, k, slots: few and many rows a slot
 SHAPES = [(0, 2, 3), (1, 1, 1), (1, 2, 4), (9, 2, 5), (41, 2, 2)]

@@ -15,6 +15,7 @@ from mesh.settings import (
     GatewaySettings,
     MeshSettings,
     NetworkSettings,
+    RouterSettings,
     Settings,
 )
 
@@ -181,5 +182,35 @@ def test_the_devices_that_are_configured_must_be_here(
         assert found is None
     else:
         assert found is not None
+        assert found.verdict == ("fault" if lacks else "ok")
+        assert lacks in found.found
+
+
+@pytest.mark.parametrize(
+    ("machine", "device", "tp", "lacks"),
+    [
+        (GPU, "cuda", 2, ""),
+        (GPU, "cuda:1", 2, "router.tp = 2 takes as many from this one on"),
+        (torch_with(GPU, nccl=""), "cuda", 2, "router.tp = 2 needs NCCL"),
+        (without(CPU, packages={"triton": "3.7.1"}), "interpreter", 4, ""),
+    ],
+)
+def test_a_router_of_several_gpus_needs_as_many_and_nccl(
+    machine: Machine, device: str, tp: int, lacks: str
+) -> None:
+    settings = Settings(router=RouterSettings(device=device, tp=tp))
+    found = diagnosed(machine, settings)["router.device"]
+    assert found.verdict == ("fault" if lacks else "ok")
+    assert lacks in found.found
+
+
+def test_fp8_experts_need_a_gpu_that_has_it() -> None:
+    a100 = Gpu(name="A100", memory_bytes=80 << 30, capability="8.0")
+    machine = torch_with(GPU, gpus=(a100, H200), peers=((False, True), (True, False)))
+    for device, weights, lacks in (
+        ("cuda", "fp8", "A100 has no FP8"), ("cuda:1", "fp8", ""), ("cuda", "bf16", ""),
+    ):  # fmt: skip
+        settings = Settings(expert=ExpertSettings(device=device, weights=weights))
+        found = diagnosed(machine, settings)["expert.device"]
         assert found.verdict == ("fault" if lacks else "ok")
         assert lacks in found.found

@@ -51,10 +51,9 @@ def test_only_devices_are_accepted(role: str, name: str) -> None:
     [
         ("expert", "model.exact", "true", "model.exact"),
         ("router", "model.exact", "true", "model.exact"),
-        ("expert", "model.weights", "fp32", "bf16"),
-        ("expert", "model.weights", "fp16", "bf16"),
+        ("expert", "model.weights", "fp32", "expert.weights"),
+        ("expert", "model.weights", "fp16", "expert.weights"),
         ("router", "model.weights", "fp16", "bf16"),
-        ("router", "router.tp", "2", "router.tp = 1"),
     ],
 )
 def test_what_a_device_cannot_do_is_refused(role: str, key: str, value: str, why: str) -> None:
@@ -63,6 +62,15 @@ def test_what_a_device_cannot_do_is_refused(role: str, key: str, value: str, why
     assert f"{role}.device" in str(refused.value)
 
 
+def test_only_experts_on_a_device_choose_their_weights() -> None:
+    with pytest.raises(ConfigError, match=r"expert\.device other than cpu"):
+        load(None, {"expert.weights": "fp8"}, {})
+    for weights in ("auto", "bf16", "fp8"):
+        load(None, {"expert.device": "cuda", "expert.weights": weights}, {})
+
+
 def test_a_router_on_a_device_may_have_fp32_weights() -> None:
     load(None, {"router.device": "cuda:3", "model.weights": "fp32"}, {})
     load(None, {"router.device": "cuda", "expert.device": "cuda:1"}, {})
+    both = {"router.device": "cuda", "expert.device": "cuda", "model.weights": "fp32"}
+    load(None, both | {"expert.weights": "fp8"}, {})

@@ -125,9 +125,26 @@ def test_a_follower_that_hangs_or_ends_is_lost(pair: Pair) -> None:
     os.kill(pair.process.pid, signal.SIGSTOP)
     with torch.inference_mode(), pytest.raises(GroupLost, match=r"rank 1 .* stood still"):
         pair.model.dense(0, torch.zeros(512, 64))
+    # Waits that are made elsewhere. Two of a second each are no standstill; one of 3 s is.
+    look = pair.followers.watch(owing=False)
+    wait(look, 3.0)
+    look = pair.followers.watch(owing=True)
+    wait(look, 1.0)
+    wait(look, 1.0)
+    with pytest.raises(GroupLost, match=r"rank 1 .* stood still"):
+        wait(look, 3.0)
     pair.process.kill()
+    pair.process.wait()
+    with pytest.raises(GroupLost, match=r"rank 1 .* is gone"):
+        pair.followers.watch(owing=False)(0.2)
     with torch.inference_mode(), pytest.raises(GroupLost, match=r"rank 1 .* is gone"):
         pair.model.dense(0, torch.zeros(512, 64))
+
+
+def wait(look: Callable[[float], None], seconds: float) -> None:
+    """Call it as who waits so long does."""
+    for number in range(int(20 * seconds)):
+        look(number / 20)
 
 
 ODD = """

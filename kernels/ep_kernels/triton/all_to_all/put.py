@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ep_kernels.triton import quantise
+from ep_kernels import fp8
 from ep_kernels.triton.all_to_all.end import columns_of
 from ep_kernels.triton.all_to_all.inbox import HEADER_WORDS as HEADER_SIZE
 from ep_kernels.triton.all_to_all.inbox import InboxLayout, Wire
@@ -21,8 +21,8 @@ from ep_kernels.triton.tuning import Tile, tile
 HEADER_WORDS = tl.constexpr(HEADER_SIZE)
 FP32 = tl.constexpr(int(Wire.FP32))
 BF16 = tl.constexpr(int(Wire.BF16))
-LARGEST = tl.constexpr(quantise.LARGEST)
-FLOOR = tl.constexpr(quantise.SMALLEST)
+LARGEST = tl.constexpr(fp8.LARGEST)
+FLOOR = tl.constexpr(fp8.SMALLEST)
 
 
 class Sender(Protocol):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from ep_kernels.fp8 import LARGEST, SMALLEST
 from ep_kernels.triton.all_to_all.inbox import SCALED_VALUES, Wire
-from ep_kernels.triton.quantise import LARGEST, SMALLEST
 
 
 def over_the_wire(x: torch.Tensor, wire: Wire) -> torch.Tensor:
