@@ -43,7 +43,10 @@ typedef struct {
     int32_t *part;          /* [ranks] ranks of one part are joined by shared experts */
     uint8_t *seen;          /* [ranks] scratch, zero between uses */
     int32_t *parent;        /* [ranks] scratch of count_parts */
+    double *part_load;      /* [3 * ranks] scratch of fullest_part */
     int parts;              /* into which exchanges must not let the ranks fall; 0: any number */
+    int32_t *pool;          /* [BEAM, experts] ways to count copies, in small rows */
+    int32_t *best_row;      /* [slots] the best of a small row so far */
     int32_t *sorted;        /* [slots] of each rank, its slots that may be exchanged, by share */
     double *sorted_share;   /* [slots] their shares */
     int32_t *movable;       /* [ranks] how many those are */
