@@ -19,6 +19,9 @@ enum { PLAN_OK = 0, PLAN_MEMORY = -1 };
 /* Effort with two slots a rank, per layer; up to SMALL slots the whole row is searched at once. */
 enum { FOLD_TRIES = 800, JOIN_TRIES = 120, SMALL = 64, SMALL_TRIES = 4000, ANNEAL_STEPS = 300 };
 
+/* By how much a node's load may exceed its ranks' part before copies are lent to other nodes. */
+static const double LENT = 0.004;
+
 typedef struct {
     int32_t layers, experts, ranks, nodes, groups;
     int32_t rule;  /* of the groups; 0: off, 1: soft, 2: strict */
@@ -89,6 +92,8 @@ static size_t lay_out(Layer *l, Shared *h, const Request *q, char *base) {
     h->room = carve(&at, 4 * N);
     l->spare = carve(&at, 4 * N);
     l->surplus = carve(&at, 8 * N);
+    l->lent = carve(&at, 8 * N * words);
+    l->away = carve(&at, 4 * E);
     h->speed = carve(&at, 8 * N);
     h->groups_scratch = carve(&at, 8 * (N + G));
     return (size_t)(at - start);
@@ -177,7 +182,7 @@ static void fix_pins(Layer *l, const Request *q, int layer) {
     }
 }
 
-/* How many copies under the strict rule, node by node. The load of the fullest node's ranks, below
+/* How many copies when all are at home, node by node. The load of the fullest node's ranks, below
  * which no plan can come. */
 static double count_by_node(Layer *l, const Shared *h, const Request *q) {
     double least = 1;
@@ -194,12 +199,14 @@ static double count_by_node(Layer *l, const Shared *h, const Request *q) {
 }
 
 static void plan_anew(Layer *l, const Shared *h, const Request *q, int ruled) {
-    double target = 1;
+    double target = 1, fullest_node = 1;
     sort_by_weight(l);
     for (int e = 0; e < l->experts; e++)
         if (l->copies[e] < 1 || (l->home[e] >= 0 && !l->at_home[e])) l->copies[e]++;
-    if (l->strict) target = count_by_node(l, h, q);
+    if (ruled) fullest_node = count_by_node(l, h, q);
     else count_copies(l, h->slots, h->cap, -1);
+    if (l->strict) target = fullest_node;
+    else if (ruled) lend_copies(l, q->nodes, h->speed, h->cap, LENT);
     for (int e = 0; e < l->experts; e++) set_copies(l, e, l->copies[e]);
     target *= 1 + q->tolerance;
     if (h->two && !ruled && !q->pins) {
@@ -220,9 +227,6 @@ static void plan_anew(Layer *l, const Shared *h, const Request *q, int ruled) {
     polish(l, target, q->steps, 0);
     if (l->load[fullest(l)] <= target) return;
     l->parts = count_parts(l, EMPTY, EMPTY, EMPTY);
-    polish(l, target, q->steps, 1);
-    if (l->load[fullest(l)] <= target) return;
-    l->loose = 1;
     polish(l, target, q->steps, 1);
     if (l->load[fullest(l)] <= target) return;
     l->parts = 0;

@@ -21,6 +21,17 @@ static int fetches(const Layer *l, int rank, int expert) {
     return expert != EMPTY && !has(l, l->held, rank, expert);
 }
 
+/* A copy off its home sends tokens to a node more: as good a reason to spare it as a fetch. */
+static int strays(const Layer *l, int rank, int expert) {
+    return expert != EMPTY && l->home[expert] >= 0 && l->home[expert] != l->node_of[rank];
+}
+
+/* What it costs that a rank's copy of one expert makes way for one of another. */
+static int cost_of(const Layer *l, int rank, int gone, int come) {
+    return fetches(l, rank, come) - fetches(l, rank, gone) + strays(l, rank, come) -
+           strays(l, rank, gone);
+}
+
 /* Excess that one more copy of the expert takes off the ranks that hold one. */
 static double relief(const Layer *l, const Search *s, int expert) {
     double less = l->share[expert] - l->weight[expert] / (l->copies[expert] + 1), sum = 0;
@@ -84,7 +95,8 @@ static void consider(const Layer *l, const Search *s, Change *best, Change c, do
 static void replace(const Layer *l, const Search *s, Change *best, int a, int f, double most,
                     double gained, double top) {
     if (has(l, l->holds, l->rank_of[a], f) || !allowed(l, l->rank_of[a], f)) return;
-    int cost = fetches(l, l->rank_of[a], f);
+    int cost = fetches(l, l->rank_of[a], f) + strays(l, l->rank_of[a], f);
+    cost -= strays(l, l->rank_of[a], l->row[a]);
     double removed = replacing(l, s, a, f, most, gained, top);
     consider(l, s, best, (Change){a, EMPTY, f, 0}, removed, cost);
 }
@@ -152,9 +164,7 @@ static void trade(const Layer *l, const Search *s, int r, Change *best) {
                 if (d <= 0 || y >= top) continue;
                 double removed = over + theirs - excess(x, s->target) - excess(y, s->target);
                 if (removed <= best->worth || !may_go(l, a, q) || !may_go(l, b, r)) continue;
-                int f = l->row[b];
-                int cost = fetches(l, q, e) + fetches(l, r, f);
-                cost -= fetches(l, r, e) + fetches(l, q, f);
+                int cost = cost_of(l, r, e, l->row[b]) + cost_of(l, q, l->row[b], e);
                 consider(l, s, best, (Change){a, b, EMPTY, 0}, removed, cost);
             }
         }
