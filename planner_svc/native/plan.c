@@ -228,9 +228,6 @@ static void plan_anew(Layer *l, const Shared *h, const Request *q, int ruled) {
     if (l->load[fullest(l)] <= target) return;
     l->parts = count_parts(l, EMPTY, EMPTY, EMPTY);
     polish(l, target, q->steps, 1);
-    if (l->load[fullest(l)] <= target) return;
-    l->parts = 0;
-    polish(l, target, q->steps, 1);
 }
 
 /* 1 if the group rule had to be left out. */
