@@ -21,6 +21,8 @@ enum { FOLD_TRIES = 800, JOIN_TRIES = 120, SMALL = 64, SMALL_TRIES = 4000, ANNEA
 
 /* By how much a node's load may exceed its ranks' part before copies are lent to other nodes. */
 static const double LENT = 0.004;
+/* By how much joined ranks may miss the target before they may come apart. */
+static const double UNJOIN = 0.01;
 
 typedef struct {
     int32_t layers, experts, ranks, nodes, groups;
@@ -227,6 +229,9 @@ static void plan_anew(Layer *l, const Shared *h, const Request *q, int ruled) {
     polish(l, target, q->steps, 0);
     if (l->load[fullest(l)] <= target) return;
     l->parts = count_parts(l, EMPTY, EMPTY, EMPTY);
+    polish(l, target, q->steps, 1);
+    if (l->load[fullest(l)] <= target + UNJOIN) return;
+    l->parts = 0;
     polish(l, target, q->steps, 1);
 }
 
