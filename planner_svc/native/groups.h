@@ -68,12 +68,17 @@ static int inherit_groups(const Layer *l, int groups, int nodes, const int32_t *
     return 1;
 }
 
-/* Of the experts whose copies are all at home on this node, the one that is best given one copy
- * more (the largest share) or one fewer (the smallest share then); EMPTY if there is none. */
+/* Whether all copies of an expert are to lie on this node, and none of them is pinned. */
+static int only_on(const Layer *l, int e, int node) {
+    return l->home[e] == node && !l->away[e] && l->head[e] == EMPTY;
+}
+
+/* Of the experts that are only on this node, the one that is best given one copy more (the largest
+ * share) or one fewer (the smallest share then); EMPTY if there is none. */
 static int more_copies(const Layer *l, int node, int cap) {
     int best = EMPTY;
     for (int e = 0; e < l->experts; e++) {
-        if (l->home[e] != node || l->away[e] || l->copies[e] >= cap) continue;
+        if (!only_on(l, e, node) || l->copies[e] >= cap) continue;
         if (best == EMPTY || l->weight[e] / l->copies[e] > l->weight[best] / l->copies[best])
             best = e;
     }
@@ -84,7 +89,7 @@ static int fewer_copies(const Layer *l, int node) {
     int best = EMPTY;
     double least = INFINITY;
     for (int e = 0; e < l->experts; e++) {
-        if (l->home[e] != node || l->away[e] || l->copies[e] < 2) continue;
+        if (!only_on(l, e, node) || l->copies[e] < 2) continue;
         double share = l->weight[e] / (l->copies[e] - 1);
         if (share < least) least = share, best = e;
     }
@@ -108,7 +113,7 @@ static void lend_copies(Layer *l, int nodes, const double *speed, int cap, doubl
         for (int m = 0; m < nodes; m++) {
             if (l->surplus[m] >= 0 || fewer_copies(l, m) == EMPTY) continue;
             for (int e = 0; e < l->experts; e++) {
-                if (l->home[e] != n || l->away[e]) continue;
+                if (!only_on(l, e, n)) continue;
                 double share = l->weight[e] / (l->copies[e] < 2 ? 2 : l->copies[e]);
                 double here = (l->surplus[n] - share) / speed[n];
                 double there = (l->surplus[m] + share) / speed[m];

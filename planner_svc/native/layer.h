@@ -24,7 +24,7 @@ typedef struct {
     int32_t *home;          /* [experts] node that must hold a copy, or -1 */
     int32_t *spare;         /* [nodes] open slots beyond those for its experts' first copies */
     double *surplus;        /* [nodes] load of its copies beyond its ranks' part */
-    uint64_t *lent;         /* [nodes * words] a copy is to lie on this node, which is not its home */
+    uint64_t *lent;         /* [nodes * words] a copy is to lie there, off its home */
     int32_t *away;          /* [experts] how many copies that are */
     uint64_t *fixed;        /* [ranks * words] pinned there; NULL: none */
     double *weight;         /* [experts] scaled load */

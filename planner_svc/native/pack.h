@@ -3,7 +3,8 @@
 #include "copies.h"
 #include "parts.h"
 
-/* Whether the next copy of an expert is meant for this node: home first, then as lend_copies says. */
+/* Whether the next copy of an expert is meant for this node: the first for its home, others as
+ * lend_copies says. */
 static int suits(const Layer *l, int e, int node) {
     int home = l->home[e];
     if (home < 0) return 1;
@@ -70,8 +71,9 @@ static void pack(Layer *l) {
             int must = l->home[e] >= 0 && l->at_home[e] == 0, home = l->home[e];
             int r = rank_for_copy(l, e, l->heap, size);
             if (r == EMPTY) break;
-            if (home >= 0 && !must) l->spare[l->node_of[r]]--;
-            if (home >= 0 && l->node_of[r] != home) l->lent[(size_t)l->node_of[r] * l->words + (e >> 6)] &= ~(1ull << (e & 63));
+            int node = l->node_of[r];
+            if (home >= 0 && !must) l->spare[node]--;
+            if (home >= 0) l->lent[(size_t)node * l->words + (e >> 6)] &= ~(1ull << (e & 63));
             put(l, empty_slot(l, r), e);
             placed++;
         }

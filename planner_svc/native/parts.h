@@ -4,7 +4,7 @@
 #pragma once
 #include "layer.h"
 
-/* By how much of it an expert's load in a batch is expected to differ from what it was planned for. */
+/* What part of an expert's load its load in a batch is expected to differ by. */
 #define SWING 0.2
 
 static void join(Layer *l, int expert) {

@@ -185,7 +185,7 @@ static void fix_pins(Layer *l, const Request *q, int layer) {
 }
 
 /* How many copies when all are at home, node by node. The load of the fullest node's ranks, below
- * which no plan can come. */
+ * which no such plan can come. */
 static double count_by_node(Layer *l, const Shared *h, const Request *q) {
     double least = 1;
     for (int n = 0; n < q->nodes; n++) {
@@ -201,14 +201,18 @@ static double count_by_node(Layer *l, const Shared *h, const Request *q) {
 }
 
 static void plan_anew(Layer *l, const Shared *h, const Request *q, int ruled) {
-    double target = 1, fullest_node = 1;
+    double target = 1;
     sort_by_weight(l);
     for (int e = 0; e < l->experts; e++)
         if (l->copies[e] < 1 || (l->home[e] >= 0 && !l->at_home[e])) l->copies[e]++;
-    if (ruled) fullest_node = count_by_node(l, h, q);
-    else count_copies(l, h->slots, h->cap, -1);
-    if (l->strict) target = fullest_node;
-    else if (ruled) lend_copies(l, q->nodes, h->speed, h->cap, LENT);
+    if (l->strict) {
+        target = count_by_node(l, h, q);
+    } else if (ruled) {
+        count_by_node(l, h, q);
+        lend_copies(l, q->nodes, h->speed, h->cap, LENT);
+    } else {
+        count_copies(l, h->slots, h->cap, -1);
+    }
     for (int e = 0; e < l->experts; e++) set_copies(l, e, l->copies[e]);
     target *= 1 + q->tolerance;
     if (h->two && !ruled && !q->pins) {
