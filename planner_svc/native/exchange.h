@@ -1,5 +1,6 @@
 /* Exchanges of two slots that relieve the fullest rank, however much they move. */
 #pragma once
+#include "copies.h"
 #include "parts.h"
 
 /* Lists the slots of a rank that exchanges may use: those of single experts, or `all`. */
@@ -61,21 +62,48 @@ static void best_exchange(const Layer *l, int r, int q, Swap *best) {
     }
 }
 
+/* Moves the rank in place `i` of `order`, by ascending load, to where it belongs. */
+static void rerank(const double *load, int32_t *order, int n, int i) {
+    int r = order[i];
+    for (; i > 0 && load[order[i - 1]] > load[r]; i--) order[i] = order[i - 1];
+    for (; i + 1 < n && load[order[i + 1]] < load[r]; i++) order[i] = order[i + 1];
+    order[i] = r;
+}
+
 /* Exchanges between the fullest rank and another until all loads are at most `target` or no
- * exchange helps. Copies of replicated experts stay, which keeps the ranks joined, unless `all`. */
+ * exchange helps, the emptiest ranks first. Copies of replicated experts stay, which keeps the
+ * ranks joined, unless `all`. */
 static void polish(Layer *l, double target, int steps, int all) {
-    for (int r = 0; r < l->ranks; r++) list_movable(l, r, all);
+    int32_t *order = l->heap;
+    int n = 0, useful = 0;
+    for (int r = 0; r < l->ranks; r++) {
+        list_movable(l, r, all);
+        if (l->movable[r]) order[n++] = r;
+        useful |= l->first[r + 1] - l->first[r] > 1 || l->pace[r] != l->pace[0];
+    }
+    if (!useful) return; /* one slot a rank: loads would only change places */
+    for (int i = n / 2 - 1; i >= 0; i--) sift(order, l->load, n, i);
+    for (int i = n - 1; i > 0; i--) { /* the heap's top is the fullest of the rest */
+        int32_t r = order[0];
+        order[0] = order[i];
+        order[i] = r;
+        sift(order, l->load, i, 0);
+    }
     for (; steps > 0; steps--) {
-        int r = fullest(l);
+        int r = fullest(l), at = 0;
         Swap best = {EMPTY, EMPTY, l->load[r] * (1 - 1e-9)};
         if (l->load[r] <= target) return;
-        int low = r; /* the emptiest rank first: what it allows rules most others out */
-        for (int q = 0; q < l->ranks; q++)
-            if (l->load[q] < l->load[low] && l->movable[q]) low = q;
-        if (low != r) best_exchange(l, r, low, &best);
-        for (int q = 0; q < l->ranks && best.top > target; q++)
-            if (l->load[q] < best.top) best_exchange(l, r, q, &best);
+        for (int i = 0; i < n && best.top > target; i++) {
+            int q = order[i];
+            if (l->load[q] >= best.top) break;
+            double was = best.top;
+            best_exchange(l, r, q, &best);
+            if (best.top < was) at = i;
+        }
         if (best.a == EMPTY) return;
         exchange(l, best.a, best.b, all);
+        rerank(l->load, order, n, at);
+        for (at = n - 1; order[at] != r;) at--;
+        rerank(l->load, order, n, at);
     }
 }

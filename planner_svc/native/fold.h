@@ -33,6 +33,14 @@ static Fold fold(const Layer *l, const int32_t *order, double limit) {
     return f;
 }
 
+static void sort_by_share(const Layer *l, int32_t *order) {
+    for (int i = 0; i < l->experts; i++) {
+        int e = order[i] = i, j = i;
+        for (; j > 0 && l->share[order[j - 1]] > l->share[e]; j--) order[j] = order[j - 1];
+        order[j] = e;
+    }
+}
+
 /* Moves an expert to its place in `order` after its share has changed. */
 static void reorder(const Layer *l, int32_t *order, int expert) {
     int i = 0, n = l->experts;
@@ -65,11 +73,7 @@ static Fold try_fold(Layer *l, const int32_t *order, int32_t *trial, int up, int
  * or from its two experts helps, for at most `tries` trials. Leaves the experts in `order`. */
 static Fold fold_copies(Layer *l, int32_t *order, int32_t *trial, int cap, double target, int all,
                         int *tries) {
-    for (int i = 0; i < l->experts; i++) {
-        int e = order[i] = i, j = i;
-        for (; j > 0 && l->share[order[j - 1]] > l->share[e]; j--) order[j] = order[j - 1];
-        order[j] = e;
-    }
+    sort_by_share(l, order);
     Fold now = fold(l, order, INFINITY);
     while (now.top > target && *tries > 0) {
         Fold best = now;
@@ -147,7 +151,6 @@ static int put_folded(Layer *l, const int32_t *order) {
     return 1;
 }
 
-/* Writes the row; what stays on its rank stays in its slot. Uses up `holds`. */
 static uint32_t roll(uint64_t *dice, int n) {
     *dice = *dice * 6364136223846793005ull + 1442695040888963407ull;
     return (uint32_t)((*dice >> 33) % (uint64_t)n);
@@ -171,48 +174,4 @@ static void join_parts(Layer *l, double top, int tries) {
         exchange(l, a, b, 1);
         parts = now;
     }
-}
-
-static double energy(const Layer *l, double joined) {
-    return l->load[fullest(l)] + joined * count_parts(l, EMPTY, EMPTY, EMPTY);
-}
-
-/* Simulated annealing over exchanges and replica counts of the whole row; the dice are seeded, so
- * that the same input gives the same row. For rows of few slots. */
-static void anneal(Layer *l, int32_t *best_row, double joined, int steps) {
-    uint64_t dice = 1;
-    double now = energy(l, joined), best = now, heat = 0.03;
-    memcpy(best_row, l->row, sizeof(int32_t) * l->slots);
-    for (int i = 0; i < steps; i++, heat *= 1 - 4.0 / steps) {
-        int a = roll(&dice, l->slots), r = l->rank_of[a], e = l->row[a];
-        int b = EMPTY, f = EMPTY;
-        if (roll(&dice, 2)) {
-            b = roll(&dice, l->slots);
-            if (l->rank_of[b] == r || !may_go(l, a, l->rank_of[b]) || !may_go(l, b, r)) continue;
-            f = take(l, b);
-            take(l, a);
-            put(l, a, f);
-            put(l, b, e);
-        } else {
-            f = roll(&dice, l->experts);
-            if (l->copies[e] < 2 || has(l, l->holds, r, f)) continue;
-            drop_copy(l, a);
-            add_copy(l, a, f);
-        }
-        double then = energy(l, joined);
-        if (then <= now + heat * (roll(&dice, 1000) / 1000.0) * (roll(&dice, 1000) / 1000.0)) {
-            now = then;
-            if (now < best - 1e-9) best = now, memcpy(best_row, l->row, sizeof(int32_t) * l->slots);
-        } else if (b != EMPTY) {
-            take(l, b);
-            take(l, a);
-            put(l, a, e);
-            put(l, b, f);
-        } else {
-            drop_copy(l, a);
-            add_copy(l, a, e);
-        }
-    }
-    for (int s = 0; s < l->slots; s++) drop_copy(l, s);
-    for (int s = 0; s < l->slots; s++) add_copy(l, s, best_row[s]);
 }

@@ -67,3 +67,66 @@ static int inherit_groups(const Layer *l, int groups, int nodes, const int32_t *
     }
     return 1;
 }
+
+/* Whether all copies of an expert are to lie on this node, and none of them is pinned. */
+static int only_on(const Layer *l, int e, int node) {
+    return l->home[e] == node && !l->away[e] && l->head[e] == EMPTY;
+}
+
+/* Of the experts that are only on this node, the one that is best given one copy more (the largest
+ * share) or one fewer (the smallest share then); EMPTY if there is none. */
+static int more_copies(const Layer *l, int node, int cap) {
+    int best = EMPTY;
+    for (int e = 0; e < l->experts; e++) {
+        if (!only_on(l, e, node) || l->copies[e] >= cap) continue;
+        if (best == EMPTY || l->weight[e] / l->copies[e] > l->weight[best] / l->copies[best])
+            best = e;
+    }
+    return best;
+}
+
+static int fewer_copies(const Layer *l, int node) {
+    int best = EMPTY;
+    double least = INFINITY;
+    for (int e = 0; e < l->experts; e++) {
+        if (!only_on(l, e, node) || l->copies[e] < 2) continue;
+        double share = l->weight[e] / (l->copies[e] - 1);
+        if (share < least) least = share, best = e;
+    }
+    return best;
+}
+
+/* Soft rule: decides which copies lie off their home, as few as it takes for no node to have more
+ * than its part by over `tolerance`. Each takes the slot of another copy there; the slot that it
+ * leaves goes to another copy at home. Starts from copies that are all at home. */
+static void lend_copies(Layer *l, int nodes, const double *speed, int cap, double tolerance) {
+    memset(l->lent, 0, sizeof(uint64_t) * (size_t)nodes * l->words);
+    memset(l->away, 0, sizeof(int32_t) * l->experts);
+    for (int steps = l->slots; steps > 0; steps--) {
+        int n = EMPTY, best = EMPTY, to = EMPTY;
+        for (int m = 0; m < nodes; m++)
+            if (speed[m] > 0 &&
+                (n == EMPTY || l->surplus[m] * speed[n] > l->surplus[n] * speed[m]))
+                n = m;
+        double top = l->surplus[n] / speed[n], moved = 0;
+        if (top <= tolerance) return;
+        for (int m = 0; m < nodes; m++) {
+            if (l->surplus[m] >= 0 || fewer_copies(l, m) == EMPTY) continue;
+            for (int e = 0; e < l->experts; e++) {
+                if (!only_on(l, e, n)) continue;
+                double share = l->weight[e] / (l->copies[e] < 2 ? 2 : l->copies[e]);
+                double here = (l->surplus[n] - share) / speed[n];
+                double there = (l->surplus[m] + share) / speed[m];
+                double after = here > there ? here : there;
+                if (after < top) top = after, best = e, to = m, moved = share;
+            }
+        }
+        if (best == EMPTY) return;
+        l->copies[fewer_copies(l, to)]--;
+        l->away[best] = 1;
+        l->lent[(size_t)to * l->words + (best >> 6)] |= 1ull << (best & 63);
+        l->surplus[n] -= moved, l->surplus[to] += moved;
+        int more = l->copies[best] < 2 ? best : more_copies(l, n, cap);
+        if (more != EMPTY) l->copies[more]++;
+    }
+}

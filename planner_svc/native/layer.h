@@ -23,7 +23,9 @@ typedef struct {
     int strict;             /* every copy must lie on the home node, not only one */
     int32_t *home;          /* [experts] node that must hold a copy, or -1 */
     int32_t *spare;         /* [nodes] open slots beyond those for its experts' first copies */
-    double *surplus;        /* [nodes] load of its experts beyond its ranks' part */
+    double *surplus;        /* [nodes] load of its copies beyond its ranks' part */
+    uint64_t *lent;         /* [nodes * words] a copy is to lie there, off its home */
+    int32_t *away;          /* [experts] how many copies that are */
     uint64_t *fixed;        /* [ranks * words] pinned there; NULL: none */
     double *weight;         /* [experts] scaled load */
     double *share;          /* [experts] weight / copies */
@@ -43,7 +45,10 @@ typedef struct {
     int32_t *part;          /* [ranks] ranks of one part are joined by shared experts */
     uint8_t *seen;          /* [ranks] scratch, zero between uses */
     int32_t *parent;        /* [ranks] scratch of count_parts */
+    double *part_load;      /* [3 * ranks] scratch of fullest_part */
     int parts;              /* into which exchanges must not let the ranks fall; 0: any number */
+    int32_t *pool;          /* [BEAM, experts] ways to count copies, in small rows */
+    int32_t *best_row;      /* [slots] the best of a small row so far */
     int32_t *sorted;        /* [slots] of each rank, its slots that may be exchanged, by share */
     double *sorted_share;   /* [slots] their shares */
     int32_t *movable;       /* [ranks] how many those are */

@@ -3,14 +3,14 @@
 #include "copies.h"
 #include "parts.h"
 
-/* Whether the next copy of an expert had better lie on this node: its home, for fewer nodes a
- * token, unless home has more load than its ranks' part, which copies elsewhere take off it. */
+/* Whether the next copy of an expert is meant for this node: the first for its home, others as
+ * lend_copies says. */
 static int suits(const Layer *l, int e, int node) {
     int home = l->home[e];
     if (home < 0) return 1;
     if (l->at_home[e] == 0 || l->strict) return node == home;
-    int leave = l->surplus[home] > l->share[e] / 2;
-    return l->spare[node] > 0 && (leave ? l->surplus[node] < 0 : node == home);
+    if (l->spare[node] < 1) return 0;
+    return node == home ? l->at_home[e] < l->copies[e] - l->away[e] : has(l, l->lent, node, e);
 }
 
 /* The rank for one more copy: on a node that suits, in a part of the mesh that holds none of the
@@ -71,9 +71,9 @@ static void pack(Layer *l) {
             int must = l->home[e] >= 0 && l->at_home[e] == 0, home = l->home[e];
             int r = rank_for_copy(l, e, l->heap, size);
             if (r == EMPTY) break;
-            if (home >= 0 && !must) l->spare[l->node_of[r]]--;
-            if (home >= 0 && l->node_of[r] != home)
-                l->surplus[home] -= l->share[e], l->surplus[l->node_of[r]] += l->share[e];
+            int node = l->node_of[r];
+            if (home >= 0 && !must) l->spare[node]--;
+            if (home >= 0) l->lent[(size_t)node * l->words + (e >> 6)] &= ~(1ull << (e & 63));
             put(l, empty_slot(l, r), e);
             placed++;
         }

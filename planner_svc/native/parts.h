@@ -4,6 +4,9 @@
 #pragma once
 #include "layer.h"
 
+/* What part of an expert's load its load in a batch is expected to differ by. */
+#define SWING 0.2
+
 static void join(Layer *l, int expert) {
     int32_t *part = l->part;
     int ranks = l->ranks, to = part[l->rank_of[l->head[expert]]];
@@ -37,6 +40,31 @@ static int count_parts(const Layer *l, int a, int b, int expert) {
         }
     }
     return parts;
+}
+
+/* Load per rank of the part that would be fullest if its experts' loads swung to it, each by
+ * itself, the total as it is. All ranks in one part: 1. */
+static double fullest_part(const Layer *l) {
+    double *load = l->part_load, *squares = load + l->ranks, *speed = squares + l->ranks;
+    double whole = 0, whole_squares = 0, most = 0;
+    count_parts(l, EMPTY, EMPTY, EMPTY);
+    memset(load, 0, 3 * sizeof(double) * l->ranks);
+    for (int e = 0; e < l->experts; e++) {
+        if (l->head[e] == EMPTY) continue;
+        int p = root(l->parent, l->rank_of[l->head[e]]);
+        double w = l->weight[e];
+        load[p] += w, squares[p] += w * w;
+        whole += w, whole_squares += w * w;
+    }
+    for (int r = 0; r < l->ranks; r++)
+        if (l->first[r + 1] > l->first[r]) speed[root(l->parent, r)] += 1 / l->pace[r];
+    for (int p = 0; p < l->ranks; p++) {
+        if (!speed[p]) continue;
+        double f = load[p] / whole, variance = squares[p] * (1 - 2 * f) + f * f * whole_squares;
+        double full = (load[p] + SWING * sqrt(variance > 0 ? variance : 0)) / speed[p];
+        if (full > most) most = full;
+    }
+    return most;
 }
 
 static int may_swap(const Layer *l, int a, int b) {

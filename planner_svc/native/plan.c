@@ -5,6 +5,7 @@
  *   parts.h    copies.h     joined ranks; numbers of copies
  *   pack.h     groups.h     from nothing; expert groups on nodes
  *   exchange.h fold.h       better, whatever it moves; two slots a rank
+ *   small.h                 two slots a rank, few ranks
  *   settle.h                better, for few moves
  */
 #include "exchange.h"
@@ -12,10 +13,16 @@
 #include "groups.h"
 #include "pack.h"
 #include "settle.h"
+#include "small.h"
 
 enum { PLAN_OK = 0, PLAN_MEMORY = -1 };
 /* Effort with two slots a rank, per layer; up to SMALL slots the whole row is searched at once. */
-enum { FOLD_TRIES = 800, JOIN_TRIES = 120, SMALL = 64, ANNEAL_STEPS = 2500 };
+enum { FOLD_TRIES = 800, JOIN_TRIES = 120, SMALL = 64, SMALL_TRIES = 4000, ANNEAL_STEPS = 300 };
+
+/* By how much a node's load may exceed its ranks' part before copies are lent to other nodes. */
+static const double LENT = 0.004;
+/* By how much joined ranks may miss the target before they may come apart. */
+static const double UNJOIN = 0.01;
 
 typedef struct {
     int32_t layers, experts, ranks, nodes, groups;
@@ -24,7 +31,7 @@ typedef struct {
     int32_t pins, steps;
     double tolerance; /* excess over the mean load that is good enough */
     double price;     /* least excess removed per fetched expert when `keep` */
-    double joined;    /* load that joining two parts of a small mesh is worth */
+    double joined;    /* what the fullest part's load counts in a small mesh, a rank's being 1 */
     const int32_t *first;          /* [ranks + 1] */
     const double *pace;            /* [ranks] */
     const int32_t *node_of;        /* [ranks] */
@@ -78,12 +85,17 @@ static size_t lay_out(Layer *l, Shared *h, const Request *q, char *base) {
     l->movable = carve(&at, 4 * R);
     l->order = carve(&at, 4 * big);
     l->heap = carve(&at, 4 * big);
+    l->part_load = carve(&at, 24 * R);
+    l->pool = carve(&at, S <= SMALL ? 4 * BEAM * E : 0);
+    l->best_row = carve(&at, 4 * S);
     l->seen = carve(&at, R);
     h->rank_of = carve(&at, 4 * S);
     h->node_of_group = carve(&at, 4 * G);
     h->room = carve(&at, 4 * N);
     l->spare = carve(&at, 4 * N);
     l->surplus = carve(&at, 8 * N);
+    l->lent = carve(&at, 8 * N * words);
+    l->away = carve(&at, 4 * E);
     h->speed = carve(&at, 8 * N);
     h->groups_scratch = carve(&at, 8 * (N + G));
     return (size_t)(at - start);
@@ -144,7 +156,6 @@ static void write_row(Layer *l, const Request *q, int layer) {
     }
 }
 
-/* Pins' copies come before any other. Their number never exceeds a rank's slots (the caller). */
 /* Pinned copies come before any other. No rank has more of them than slots (the caller's word). */
 static void put_pins(Layer *l, const Request *q, int layer) {
     for (int i = 0; i < q->pins; i++) {
@@ -173,8 +184,8 @@ static void fix_pins(Layer *l, const Request *q, int layer) {
     }
 }
 
-/* How many copies under the strict rule, node by node. The load of the fullest node's ranks, below
- * which no plan can come. */
+/* How many copies when all are at home, node by node. The load of the fullest node's ranks, below
+ * which no such plan can come. */
 static double count_by_node(Layer *l, const Shared *h, const Request *q) {
     double least = 1;
     for (int n = 0; n < q->nodes; n++) {
@@ -194,16 +205,25 @@ static void plan_anew(Layer *l, const Shared *h, const Request *q, int ruled) {
     sort_by_weight(l);
     for (int e = 0; e < l->experts; e++)
         if (l->copies[e] < 1 || (l->home[e] >= 0 && !l->at_home[e])) l->copies[e]++;
-    if (l->strict) target = count_by_node(l, h, q);
-    else count_copies(l, h->slots, h->cap, -1);
+    if (l->strict) {
+        target = count_by_node(l, h, q);
+    } else if (ruled) {
+        count_by_node(l, h, q);
+        lend_copies(l, q->nodes, h->speed, h->cap, LENT);
+    } else {
+        count_copies(l, h->slots, h->cap, -1);
+    }
     for (int e = 0; e < l->experts; e++) set_copies(l, e, l->copies[e]);
     target *= 1 + q->tolerance;
     if (h->two && !ruled && !q->pins) {
+        if (l->slots <= SMALL) {
+            plan_small(l, h->cap, q->joined, SMALL_TRIES, ANNEAL_STEPS);
+            return;
+        }
         Fold f = best_copies(l, h->slots, h->cap, target, FOLD_TRIES);
         put_folded(l, l->order);
         complete(l);
-        if (l->slots <= SMALL) anneal(l, l->sorted, q->joined, ANNEAL_STEPS);
-        else if (h->slots - l->experts >= h->cap - 1)
+        if (h->slots - l->experts >= h->cap - 1)
             join_parts(l, f.top * (1 + 1e-9), JOIN_TRIES);
         return;
     }
@@ -214,10 +234,7 @@ static void plan_anew(Layer *l, const Shared *h, const Request *q, int ruled) {
     if (l->load[fullest(l)] <= target) return;
     l->parts = count_parts(l, EMPTY, EMPTY, EMPTY);
     polish(l, target, q->steps, 1);
-    if (l->load[fullest(l)] <= target) return;
-    l->loose = 1;
-    polish(l, target, q->steps, 1);
-    if (l->load[fullest(l)] <= target) return;
+    if (l->load[fullest(l)] <= target + UNJOIN) return;
     l->parts = 0;
     polish(l, target, q->steps, 1);
 }

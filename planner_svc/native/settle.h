@@ -21,6 +21,17 @@ static int fetches(const Layer *l, int rank, int expert) {
     return expert != EMPTY && !has(l, l->held, rank, expert);
 }
 
+/* A copy off its home sends tokens to a node more: as good a reason to spare it as a fetch. */
+static int strays(const Layer *l, int rank, int expert) {
+    return expert != EMPTY && l->home[expert] >= 0 && l->home[expert] != l->node_of[rank];
+}
+
+/* What it costs that a rank's copy of one expert makes way for one of another. */
+static int cost_of(const Layer *l, int rank, int gone, int come) {
+    return fetches(l, rank, come) - fetches(l, rank, gone) + strays(l, rank, come) -
+           strays(l, rank, gone);
+}
+
 /* Excess that one more copy of the expert takes off the ranks that hold one. */
 static double relief(const Layer *l, const Search *s, int expert) {
     double less = l->share[expert] - l->weight[expert] / (l->copies[expert] + 1), sum = 0;
@@ -76,7 +87,8 @@ static void consider(const Layer *l, const Search *s, Change *best, Change c, do
                      int cost) {
     c.worth = removed / (cost > 0 ? cost : 0.5);
     if (c.worth <= best->worth * (1 + 1e-9) || removed < s->price * cost || removed < 1e-9) return;
-    if (count_parts(l, c.a, c.b, c.expert) > l->parts) return;
+    int joins = c.b == EMPTY || replicated(l, c.a) || replicated(l, c.b);
+    if (joins && count_parts(l, c.a, c.b, c.expert) > l->parts) return;
     *best = c;
 }
 
@@ -84,7 +96,8 @@ static void consider(const Layer *l, const Search *s, Change *best, Change c, do
 static void replace(const Layer *l, const Search *s, Change *best, int a, int f, double most,
                     double gained, double top) {
     if (has(l, l->holds, l->rank_of[a], f) || !allowed(l, l->rank_of[a], f)) return;
-    int cost = fetches(l, l->rank_of[a], f);
+    int cost = fetches(l, l->rank_of[a], f) + strays(l, l->rank_of[a], f);
+    cost -= strays(l, l->rank_of[a], l->row[a]);
     double removed = replacing(l, s, a, f, most, gained, top);
     consider(l, s, best, (Change){a, EMPTY, f, 0}, removed, cost);
 }
@@ -137,24 +150,31 @@ static void cool(const Layer *l, const Search *s, int r, Change *best) {
     }
 }
 
-/* Two fetches: single experts of rank r and another are exchanged. */
+/* Two fetches: experts of rank r and another are exchanged. */
 static void trade(const Layer *l, const Search *s, int r, Change *best) {
-    double top = l->load[r], over = excess(top, s->target);
+    double top = l->load[r], over = excess(top, s->target), pace_r = l->pace[r];
+    double *share = l->sorted_share; /* scratch, by slot */
+    for (int a = 0; a < l->slots; a++) share[a] = share_in(l, a);
     for (int q = 0; q < l->ranks; q++) {
         if (l->load[q] >= top || q == r) continue;
-        double theirs = excess(l->load[q], s->target);
+        double theirs = excess(l->load[q], s->target), pace_q = l->pace[q];
+        double room = theirs > 0 ? 0 : s->target - l->load[q];
+        /* No exchange removes more than fits below the target there, unless r is the slower. */
+        if (pace_r <= pace_q && room * pace_r <= best->worth * pace_q) continue;
         for (int a = l->first[r]; a < l->first[r + 1]; a++) {
             int e = l->row[a];
             if (e == EMPTY) continue;
+            /* Between these, what is removed may exceed the best. */
+            double most = share[a] - best->worth / pace_r;
+            double least = share[a] - (over + room - best->worth) / pace_q;
             for (int b = l->first[q]; b < l->first[q + 1]; b++) {
-                double d = l->share[e] - share_in(l, b);
-                double x = top - d * l->pace[r], y = l->load[q] + d * l->pace[q];
+                if (share[b] > most || share[b] < least) continue;
+                double d = share[a] - share[b];
+                double x = top - d * pace_r, y = l->load[q] + d * pace_q;
                 if (d <= 0 || y >= top) continue;
                 double removed = over + theirs - excess(x, s->target) - excess(y, s->target);
                 if (removed <= best->worth || !may_go(l, a, q) || !may_go(l, b, r)) continue;
-                int f = l->row[b];
-                int cost = fetches(l, q, e) + fetches(l, r, f);
-                cost -= fetches(l, r, e) + fetches(l, q, f);
+                int cost = cost_of(l, r, e, l->row[b]) + cost_of(l, q, l->row[b], e);
                 consider(l, s, best, (Change){a, b, EMPTY, 0}, removed, cost);
             }
         }

@@ -16,11 +16,11 @@ KEEP_TOLERANCE = 0.012
 """The same when moves are to be few."""
 PRICE = 0.004
 """Least excess, in mean rank loads, that a fetched expert has to remove."""
-JOINED = 0.04
-EVEN = 0.005
-"""What it is worth, in mean rank loads, that shared experts join two parts of the ranks, in small
-meshes where that costs evenness: routers then split each batch as it falls. Less when planning
-anew for one window, where an even split over replicas is what counts."""
+JOINED = 0.3
+EVEN = 0.2
+"""In small meshes, where joining all ranks through shared experts costs evenness: what a load that
+the routers of a part of the ranks cannot shift elsewhere counts, against the same load of one rank
+when tokens split evenly over replicas. Less when planning anew for one window."""
 STEPS = 400
 """Most changes of the local search in a layer."""
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -94,14 +95,46 @@ def test_with_two_slots_a_rank_hot_experts_meet_cold_ones() -> None:
     assert balance(rows, window.sum(axis=0), ranks) > 0.965
 
 
-def test_shared_experts_join_all_ranks() -> None:
-    row = fresh(traffic(layers=1), topology())[0]
-    reached = {0}
-    held = by_rank(row, topology().slots)
+def joined_with_first(row: Rows, ranks: Topology) -> set[int]:
+    """Ranks that a chain of shared experts joins with rank 0."""
+    reached, held = {0}, by_rank(row, ranks.slots)
     for _ in held:
         experts = {e for rank in reached for e in held[rank]}
-        reached = {rank for rank in range(RANKS) if experts & set(held[rank])}
-    assert reached == set(range(RANKS))
+        reached = {rank for rank in range(len(held)) if experts & set(held[rank])}
+    return reached
+
+
+@pytest.mark.parametrize("slots", [[SLOTS] * RANKS, [5] * 16])
+def test_shared_experts_join_all_ranks(slots: list[int]) -> None:
+    ranks = topology(slots)
+    for row in fresh(traffic(layers=8), ranks):
+        assert joined_with_first(row, ranks) == set(range(len(slots)))
+
+
+def test_of_placements_that_are_as_even_a_small_mesh_gets_one_that_joins_its_ranks() -> None:
+    ranks = topology([2] * 8, nodes=1)
+    rows = fresh(np.full((1, 4, 8), 1000.0), ranks)
+    assert balance(rows, np.full((4, 8), 1000.0), ranks) == pytest.approx(1)
+    for row in rows:
+        assert joined_with_first(row, ranks) == set(range(8))
+
+
+def test_a_small_mesh_is_nearly_as_even_as_any_placement_makes_it() -> None:
+    """The best is found by trying all numbers of copies: largest with smallest is then best."""
+    ranks = topology([2] * 6, nodes=1)
+    window = traffic(seed=3, skew=0.3, experts=6, layers=16)
+    rows = fresh(window, ranks)
+    assert_sound(rows, ranks, 6)
+    loads = window.sum(axis=0)
+    best = []
+    for load in loads:
+        tops = []
+        for copies in itertools.product(range(1, 7), repeat=6):
+            if sum(copies) == 12:
+                shares = np.sort(np.repeat(load / np.array(copies), copies))
+                tops.append((shares[:6] + shares[:5:-1]).max())
+        best.append(load.sum() / 6 / min(tops))
+    assert balance(rows, loads, ranks) > np.mean(best) - 0.02
 
 
 def test_the_old_placement_is_kept_when_the_load_has_not_changed() -> None:
@@ -219,6 +252,21 @@ def test_groups_stay_on_nodes(rule: Any, warm: bool) -> None:
             assert set.intersection(*members)
             if rule == "strict":
                 assert len(set.union(*members)) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_soft_rule_sends_few_copies_off_their_node(seed: int) -> None:
+    """One group is so hot that with strict groups its node is a tenth above its part."""
+    window = traffic(seed, skew=0.5, layers=8)
+    window[..., : EXPERTS // 4] *= 2
+    rule: dict[str, Any] = {"groups": 4}
+    strict = fresh(window, topology(), group_rule="strict", **rule)
+    soft = fresh(window, topology(), group_rule="soft", **rule)
+    loads = window.sum(axis=0)
+    assert balance(strict, loads, topology()) < 0.93
+    assert balance(soft, loads, topology()) > 0.965
+    for layer in nodes_of_experts(soft, topology()):
+        assert sum(len(nodes) - 1 for nodes in layer) <= 4
 
 
 def test_a_group_rule_without_room_is_left_out_and_said() -> None:
