@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := build_native.py $(wildcard planner_svc/native/*.[ch] kernels/ep_kernels/native/*.[ch])
 
+# A mesh is half a dozen processes: each would compile all of moemesh again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: serve test tests-together lint-beside soak chaos fuzz load docs lint kernels-aot install clean
 
 serve: $(VENV)/.serve

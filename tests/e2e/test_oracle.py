@@ -16,7 +16,6 @@ from tests.support.oracle import Continuation, Oracle
 
 STEPS = 64
 TOLERANCE = 1e-4
-DEMO = Path(__file__).parents[2] / "demo" / "model"
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "deepseek": (1, {"router__micro_batches": "1"}),
     "deepseek-no-q-lora-one-group-unnormalised": (
@@ -64,19 +63,6 @@ def check(choice: dict[str, Any], want: Continuation, tokenizer: Tokenizer) -> N
         # Two tokens that decode to the same text share a key: compare as many as there are.
         if len(top) == 5:
             assert max(abs(a - b) for a, b in zip(top, expected, strict=True)) <= TOLERANCE
-
-
-def test_shipped_model_equals_transformers_alone_and_batched(demo_mesh: Mesh) -> None:
-    oracle = Oracle(DEMO)
-    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    cases = prompts(3000, [1, 2, 15, 16, 17, 63, 250, 517, 900])
-    wanted = [oracle.greedy(prompt, STEPS) for prompt in cases]
-    alone = [complete(demo_mesh, prompt) for prompt in cases]
-    with ThreadPoolExecutor(len(cases)) as pool:
-        together = list(pool.map(lambda prompt: complete(demo_mesh, prompt), cases))
-    for one, many, want in zip(alone, together, wanted, strict=True):
-        check(one, want, tokenizer)
-        check(many, want, tokenizer)
 
 
 @pytest.mark.parametrize("name", MESHES)
