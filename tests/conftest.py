@@ -42,6 +42,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first: what comes last must be short, for workers to end together. It needs one
+    processor, and tests that start meshes take all that they get.
+    """
+    items.sort(key=lambda item: not item.nodeid.startswith(ONE_PROCESS))
+
+
 @functools.cache
 def names_it(file: Path) -> bool:
     return ONE_MESH in file.read_text()
