@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := build_native.py $(wildcard planner_svc/native/*.[ch] kernels/ep_kernels/native/*.[ch])
 
-.PHONY: serve test tests-together lint-beside soak chaos fuzz load docs lint kernels-aot install clean
+# A mesh is half a dozen processes: each would compile all of moemesh again.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: serve test tests-alone tests-together lint-beside soak chaos fuzz load docs lint kernels-aot install clean
 
 serve: $(VENV)/.serve
 	@exec $(BIN)/moemesh up --port $(PORT) $(if $(NAME),--set mesh.name=$(NAME))
@@ -12,12 +15,16 @@ serve: $(VENV)/.serve
 # Lint takes what the tests leave of the processors; a fault that it finds ends all of it, when the
 # tests beside it are done.
 test: install
-	$(MAKE) --no-print-directory --jobs=2 lint-beside tests-together
+	$(MAKE) --no-print-directory --jobs=2 lint-beside tests-alone
+
+# Those that fill the machine: one by one, when the others are done.
+tests-alone: tests-together
 	$(BIN)/python -m pytest -m 'alone and not soak' \
 		$$(grep -rl --include='test_*.py' 'pytest.mark.alone' tests)
 
 # Two at a time: half of the tests wait for processes most of the time. In the order of their
-# folders: those that start whole meshes come first, and many small ones even out the end.
+# folders, but for the longest: those that start whole meshes come before many small ones, which
+# even out the end.
 tests-together: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not soak and not alone'
 

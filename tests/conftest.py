@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +19,14 @@ from tests.support.meshes import Mesh
 
 ONE_PROCESS = "tests/kernels/interpreted"
 """A folder whose tests share a process of their own, which runs all that were selected of it."""
+ONE_MESH = "demo_mesh"
+"""A fixture whose mesh all files share that name it."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """``--dist loadfile``, but for such a folder, which would run once in each worker: it goes to
-    one of them as a whole.
+    """``--dist loadfile``, but for what such files share, which would be started once in each
+    worker: they go to one of them as a whole.
     """
     if config.getvalue("dist") != "loadfile":
         return None
@@ -31,9 +34,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return ONE_PROCESS if nodeid.startswith(ONE_PROCESS) else super()._split_scope(nodeid)
+            file = super()._split_scope(nodeid)
+            if file.startswith(ONE_PROCESS):
+                return ONE_PROCESS
+            return ONE_MESH if names_it(config.rootpath / file) else file
 
     return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first: what comes last must be short, for workers to end together. It needs one
+    processor, and tests that start meshes take all that they get.
+    """
+    items.sort(key=lambda item: not item.nodeid.startswith(ONE_PROCESS))
+
+
+@functools.cache
+def names_it(file: Path) -> bool:
+    return ONE_MESH in file.read_text()
 
 
 @pytest.fixture(scope="session")

@@ -82,7 +82,10 @@ def stages(found: Sequence[Instruction], given: Mapping[str, str]) -> dict[str, 
 
 
 def expand(text: str, values: Mapping[str, str]) -> str:
-    """``${NAME}``, ``${NAME:-otherwise}`` and ``${NAME:+instead}``, as both files have them."""
+    """``${NAME}``, ``${NAME:-otherwise}`` and ``${NAME:+instead}``, as both files have them.
+
+    Raises ``ValueError`` with the message of ``${NAME:?message}`` for one that is not set.
+    """
 
     def value(match: re.Match[str]) -> str:
         name, operator, word = match.groups()
@@ -92,7 +95,7 @@ def expand(text: str, values: Mapping[str, str]) -> str:
         if operator == ":+":
             return word if known else ""
         if operator == ":?" and not known:
-            raise SystemExit(f"{name} is not set: {word}")
+            raise ValueError(f"{name} is not set: {word}")
         return known
 
     return re.sub(r"\$\{(\w+)(?:(:[-+?])([^}]*))?\}", value, text)

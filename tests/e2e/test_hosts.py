@@ -57,14 +57,7 @@ def test_hosts_that_share_nothing_but_a_network_serve_the_right_tokens(
         # The lane of the worker on the router's own host is in shared memory, the other is not.
         shares = {id_: "memfd:moemesh-lane" in mesh.memory(id_) for id_ in ("expert-0", "expert-1")}
         assert shares == {"expert-0": True, "expert-1": False}
-        with ThreadPoolExecutor(STREAMS) as pool:
-            running = [pool.submit(mesh.complete, seed, TOKENS) for seed in range(STREAMS)]
-            mesh.wait_for(lambda: mesh.figure("num_requests_running") == STREAMS, "all to run")
-            hosts.cut("far")
-            mesh.wait_for(lambda: "gone silent" in mesh.log("router-0"), "the lane to be lost")
-            hosts.restore("far")
-            got = [future.result() for future in running]
-        for one, want in zip(got, wanted, strict=True):
+        for one, want in zip(told_while_cut(hosts, mesh), wanted, strict=True):
             assert same(one, want)
 
 
@@ -80,14 +73,7 @@ def test_over_gloo_hosts_serve_the_right_tokens_and_a_cut_costs_none(
     with WideMesh(hosts, tmp_path, tiny_deepseek, ("near", "far"), **quick) as mesh:
         assert same(mesh.complete(0, TOKENS), wanted[0])
         assert mesh.log("router-0").count('"over":"gloo"') == 2
-        with ThreadPoolExecutor(STREAMS) as pool:
-            running = [pool.submit(mesh.complete, seed, TOKENS) for seed in range(STREAMS)]
-            mesh.wait_for(lambda: mesh.figure("num_requests_running") == STREAMS, "all to run")
-            hosts.cut("far")
-            mesh.wait_for(lambda: "gone silent" in mesh.log("router-0"), "the lane to be lost")
-            hosts.restore("far")
-            got = [future.result() for future in running]
-        for one, want in zip(got, wanted, strict=True):
+        for one, want in zip(told_while_cut(hosts, mesh), wanted, strict=True):
             assert same(one, want)
         events = [json.loads(line) for line in mesh.log("router-0").splitlines()]
         assert {e["peer"] for e in events if e["event"] == "lane.lost"} == {"expert-1"}
@@ -176,6 +162,17 @@ def test_a_network_that_comes_and_goes_costs_no_request_and_no_token(
         assert "gone silent" in mesh.log("router-0")
         states = {member["id"]: member["state"] for member in mesh.status()["members"]}
         assert states == dict.fromkeys(states, "ready")
+
+
+def told_while_cut(hosts: Hosts, mesh: WideMesh) -> list[Any]:
+    """The answers to all streams, while which a host loses its lane and comes back."""
+    with ThreadPoolExecutor(STREAMS) as pool:
+        running = [pool.submit(mesh.complete, seed, TOKENS) for seed in range(STREAMS)]
+        mesh.wait_for(lambda: mesh.figure("num_requests_running") == STREAMS, "all to run")
+        hosts.cut("far")
+        mesh.wait_for(lambda: "gone silent" in mesh.log("router-0"), "the lane to be lost")
+        hosts.restore("far")
+        return [future.result() for future in running]
 
 
 def state_of(mesh: WideMesh, id_: str) -> str:

@@ -10,20 +10,22 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.support.checkpoints import VARIANTS, variant
+from tests.support.checkpoints import variant
 from tests.support.meshes import Mesh
 from tests.support.oracle import Continuation, Oracle
 
 STEPS = 64
 TOLERANCE = 1e-4
-DEMO = Path(__file__).parents[2] / "demo" / "model"
-TINY = sorted(name for name in VARIANTS if not name.startswith("bench"))
-SETTINGS: dict[str, dict[str, Any]] = {
-    "deepseek": {"router__micro_batches": "1"},
-    "deepseek-no-q-lora": {"router__micro_batches": "3", "router__capacity_tokens": 16},
-    "mixtral": {"router__micro_batches": "2", "router__capacity_tokens": 16},
-}
-"""Of some variants; the others run with the defaults."""
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "deepseek": (1, {"router__micro_batches": "1"}),
+    "deepseek-no-q-lora-one-group-unnormalised": (
+        2, {"router__micro_batches": "3", "router__capacity_tokens": 16},
+    ),
+    "deepseek-yarn-no-shared-two-dense-tied": (1, {}),
+    "mixtral": (2, {"router__micro_batches": "2", "router__capacity_tokens": 16}),
+    "mixtral-window-tied": (3, {}),
+}  # fmt: skip
+"""Of each variant: how many expert workers serve it, and with which settings."""
 
 
 def prompts(vocab: int, lengths: list[int]) -> list[list[int]]:
@@ -63,57 +65,33 @@ def check(choice: dict[str, Any], want: Continuation, tokenizer: Tokenizer) -> N
             assert max(abs(a - b) for a, b in zip(top, expected, strict=True)) <= TOLERANCE
 
 
-@pytest.fixture(scope="module")
-def demo_wanted() -> list[tuple[list[int], Continuation]]:
-    oracle = Oracle(DEMO)
-    return [
-        (prompt, oracle.greedy(prompt, STEPS))
-        for prompt in prompts(3000, [1, 2, 15, 16, 17, 63, 250, 517, 900])
-    ]
+@pytest.mark.parametrize("name", MESHES)
+def test_every_switch_equals_transformers(name: str, checkpoints: Path) -> None:
+    """Micro-batches and small lanes, which split messages, are switches as well.
 
-
-def check_alone_and_batched(mesh: Mesh, wanted: list[tuple[list[int], Continuation]]) -> None:
-    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    for prompt, want in wanted:
-        check(complete(mesh, prompt), want, tokenizer)
-    with ThreadPoolExecutor(len(wanted)) as pool:
-        together = list(pool.map(lambda case: complete(mesh, case[0]), wanted))
-    for choice, (_, want) in zip(together, wanted, strict=True):
-        check(choice, want, tokenizer)
-
-
-def test_shipped_model_equals_transformers_alone_and_batched(
-    demo_mesh: Mesh, demo_wanted: list[tuple[list[int], Continuation]]
-) -> None:
-    check_alone_and_batched(demo_mesh, demo_wanted)
-
-
-def test_so_it_does_with_three_expert_workers(
-    demo_wanted: list[tuple[list[int], Continuation]],
-) -> None:
-    with Mesh(experts=3) as mesh:
-        check_alone_and_batched(mesh, demo_wanted)
-
-
-@pytest.mark.parametrize(("index", "name"), list(enumerate(TINY)), ids=TINY)
-def test_every_switch_equals_transformers(index: int, name: str, checkpoints: Path) -> None:
-    """Micro-batches and small lanes, which split messages, are switches as well."""
+    A variant has several switches of its family; ``tests/unit/moe_model/test_model.py`` compares
+    each alone, without a mesh.
+    """
+    experts, settings = MESHES[name]
     path = variant(name, checkpoints)
     oracle = Oracle(path)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    settings = SETTINGS.get(name, {})
     # Micro-batches of several sequences each need more of them.
     cases = prompts(380, [1, 20, 130, 300, *([5, 40, 90] if settings else [])])
     wanted = [oracle.greedy(prompt, STEPS) for prompt in cases]
     # A small token budget forces chunked prefill between other sequences' decode steps.
-    with Mesh(path, experts=index % 2 + 1, router__max_step_tokens=96, **settings) as mesh:
+    with Mesh(path, experts=experts, router__max_step_tokens=96, **settings) as mesh:
         with ThreadPoolExecutor(len(cases)) as pool:
             together = list(pool.map(lambda prompt: complete(mesh, prompt), cases))
         for choice, want in zip(together, wanted, strict=True):
             check(choice, want, tokenizer)
 
 
-def test_exact_mode_gives_the_same_bits_alone_and_batched(tiny_deepseek: Path) -> None:
+def test_exact_mode_on_three_workers_gives_the_same_bits_alone_batched_and_on_one(
+    tiny_deepseek: Path,
+) -> None:
+    oracle = Oracle(tiny_deepseek)
+    tokenizer = Tokenizer.from_file(str(tiny_deepseek / "tokenizer.json"))
     cases = prompts(380, [3, 30, 61, 120])
     with Mesh(tiny_deepseek, experts=3, model__exact="true", router__max_step_tokens=64) as mesh:
         alone = [complete(mesh, prompt) for prompt in cases]
@@ -121,5 +99,6 @@ def test_exact_mode_gives_the_same_bits_alone_and_batched(tiny_deepseek: Path) -
             together = list(pool.map(lambda prompt: complete(mesh, prompt), cases))
     with Mesh(tiny_deepseek, experts=1, model__exact="true") as mesh:
         elsewhere = [complete(mesh, prompt) for prompt in cases]
-    for one, many, other in zip(alone, together, elsewhere, strict=True):
+    for prompt, one, many, other in zip(cases, alone, together, elsewhere, strict=True):
+        check(one, oracle.greedy(prompt, STEPS), tokenizer)
         assert one["logprobs"] == many["logprobs"] == other["logprobs"]

@@ -54,20 +54,26 @@ def test_latent_attention_equals_transformers_alone_and_batched(
         assert one["logprobs"] == many["logprobs"]
 
 
+@pytest.fixture(scope="module")
+def wanted(exact_mesh: Mesh) -> list[dict[str, Any]]:
+    """What each stream is told while nobody ends."""
+    with ThreadPoolExecutor(STREAMS) as pool:
+        return list(pool.map(lambda index: sample(exact_mesh, index), range(STREAMS)))
+
+
 @pytest.mark.parametrize(("victim", "number"), [
     ("follower", signal.SIGKILL),
     ("leader", signal.SIGKILL),
     pytest.param("group", signal.SIGTERM, marks=pytest.mark.soak),
 ], ids=["follower-killed", "leader-killed", "all-told-to-leave"])  # fmt: skip
 def test_a_group_that_ends_costs_no_request_and_no_token(
-    exact_mesh: Mesh, victim: str, number: signal.Signals
+    exact_mesh: Mesh, wanted: list[dict[str, Any]], victim: str, number: signal.Signals
 ) -> None:
     mesh = exact_mesh
     id_ = "router-1" if victim == "leader" else "router-0"
     pids = pids_of(mesh, id_)
     assert len(pids) == 2
     with ThreadPoolExecutor(STREAMS) as pool:
-        wanted = list(pool.map(lambda index: sample(mesh, index), range(STREAMS)))
         running = [pool.submit(sample, mesh, index) for index in range(STREAMS)]
         mesh.wait_for(lambda: figure(mesh, "num_requests_running") == STREAMS, "all to run")
         for pid in {"follower": pids[1:], "leader": pids[:1], "group": pids}[victim]:

@@ -67,11 +67,19 @@ def test_a_restarted_planner_disturbs_neither_lanes_nor_streams(mesh: Mesh) -> N
     assert [one["text"] for one in got[: len(wanted)]] == [one["text"] for one in wanted]
 
 
+@pytest.fixture(scope="module")
+def wanted(mesh: Mesh) -> list[Any]:
+    """What each stream is told while nobody dies."""
+    with ThreadPoolExecutor(STREAMS) as pool:
+        return list(pool.map(lambda index: complete(mesh, index, logprobs=1), range(STREAMS)))
+
+
 @pytest.mark.parametrize("victim", ["expert-1", "router-0"])
-def test_a_killed_process_costs_no_request_and_no_token(mesh: Mesh, victim: str) -> None:
+def test_a_killed_process_costs_no_request_and_no_token(
+    mesh: Mesh, wanted: list[Any], victim: str
+) -> None:
     pid = next(m["pid"] for m in mesh.status()["members"] if m["id"] == victim)
     with ThreadPoolExecutor(STREAMS) as pool:
-        wanted = list(pool.map(lambda index: complete(mesh, index, logprobs=1), range(STREAMS)))
         running = [pool.submit(complete, mesh, index, logprobs=1) for index in range(STREAMS)]
         mesh.wait_for(lambda: _figure(mesh, "num_requests_running") == STREAMS, "all to run")
         os.kill(pid, signal.SIGKILL)

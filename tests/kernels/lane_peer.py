@@ -1,9 +1,7 @@
-"""One end of lanes as a process of its own, started by the tests with this file's path.
+"""One end of lanes as a process of its own (``forked``).
 
-lane_peer.py expert KIND NAME INCARNATION PATH HIDDEN SEED
-    prints its address and answers until stdin closes; PATH is for lanes of KIND shm or symm
-lane_peer.py router NAME MESSAGES SEED EXACT PEER=ADDRESS...
-    checks every answer, prints a JSON object
+``run_expert`` tells its address and answers until it is told to end; ``run_router`` checks every
+answer, and tells how many messages it has sent and what became of them.
 
 The "experts" compute row + logical expert, so that an answer proves which message it belongs to.
 A pair whose slot is STALE_SLOT makes the answer stale.
@@ -11,12 +9,13 @@ A pair whose slot is STALE_SLOT makes the answer stale.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import random
-import sys
 import threading
 import time
 from collections import deque
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -121,18 +120,28 @@ def new_router(name: str, shape: LaneShape, addresses: list[str]) -> ShmRouterPl
     return TcpRouterPlane(name, 1, shape, DIGEST)
 
 
-def run_expert(kind: str, name: str, incarnation: str, path: str, hidden: str, seed: str) -> None:
+def until_told_to_end(pipe: Connection) -> None:
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+
+
+@torch.inference_mode()
+def run_expert(
+    pipe: Connection, kind: str, name: str, incarnation: int, path: Path, hidden: int, seed: int
+) -> None:
+    """``path`` is for lanes of kind shm or symm."""
+    torch.set_num_threads(1)
     rng = random.Random(seed)
-    plane, address = new_expert(kind, name, int(incarnation), path, int(hidden))
+    plane, address = new_expert(kind, name, incarnation, str(path), hidden)
     stopping = threading.Event()
 
     def follow_parent() -> None:
-        sys.stdin.read()
+        until_told_to_end(pipe)
         stopping.set()
         plane.wake()
 
     threading.Thread(target=follow_parent, daemon=True).start()
-    print(address, flush=True)
+    pipe.send(address)
     held: deque[Arrival] = deque()
     while not stopping.is_set():
         plane.wait(0.0 if held else 5.0)
@@ -147,10 +156,14 @@ def run_expert(kind: str, name: str, incarnation: str, path: str, hidden: str, s
     plane.close()
 
 
-def run_router(name: str, messages: str, seed: str, exact: str, *peers_at: str) -> None:
+@torch.inference_mode()
+def run_router(
+    pipe: Connection, name: str, messages: int, seed: int, exact: bool, places: dict[str, str]
+) -> None:
+    """``places``: the address of each expert worker."""
+    torch.set_num_threads(1)
     rng = random.Random(seed)
-    shape = LaneShape(HIDDEN, TOP_K, CAPACITY, RING, exact=exact == "exact")
-    places = dict(place.split("=", 1) for place in peers_at)
+    shape = LaneShape(HIDDEN, TOP_K, CAPACITY, RING, exact=exact)
     plane = new_router(name, shape, list(places.values()))
     peers = list(places)
     for peer, address in places.items():
@@ -159,13 +172,13 @@ def run_router(name: str, messages: str, seed: str, exact: str, *peers_at: str) 
     sent = full = stale = 0
     deadline = time.monotonic() + DEADLINE_S
     part: Part | None = None
-    while sent < int(messages) or waiting:
+    while sent < messages or waiting:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{name}: {len(waiting)} answers are missing after {sent} messages")
-        while sent < int(messages):
+        while sent < messages:
             if part is None:
                 part = make_part(rng, rng.choice([0, 1, 1, 2, 7, CAPACITY]), sent)
-                while sent + 1 == int(messages) and expected(part, shape.exact) is not None:
+                while sent + 1 == messages and expected(part, shape.exact) is not None:
                     part = make_part(rng, 7, sent)  # one at least is answered stale
             ticket = plane.try_send(rng.choice(peers), part)
             if ticket is None:
@@ -190,12 +203,6 @@ def run_router(name: str, messages: str, seed: str, exact: str, *peers_at: str) 
             plane.release(answer)
         assert not plane.lost()
     assert plane.in_flight() == 0
-    print(json.dumps({"sent": sent, "full": full, "stale": stale}), flush=True)
-    sys.stdin.read()  # stay connected until the test has looked
+    pipe.send({"sent": sent, "full": full, "stale": stale})
+    until_told_to_end(pipe)  # stay connected until the test has looked
     plane.close()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        {"expert": run_expert, "router": run_router}[sys.argv[1]](*sys.argv[2:])

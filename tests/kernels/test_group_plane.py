@@ -7,11 +7,11 @@ import socket
 import threading
 import time
 from dataclasses import replace
-from struct import Struct
 
 import numpy as np
 import pytest
 import torch
+from by_hand import BEAT, FRAME, REQUEST, an_offer
 from ep_kernels.group import GlooBackend, GroupExpertPlane, GroupRouterPlane, NcclBackend
 from ep_kernels.group.backend import PlaneUnavailableError
 from ep_kernels.group.memory import DeviceMemory, GroupMemory, lay_out
@@ -19,14 +19,12 @@ from ep_kernels.group.rendezvous import Groups
 from ep_kernels.group.router import GroupDial
 from ep_kernels.plane import AnswerStatus, LaneShape, PairBlock, PlaneError
 from ep_kernels.planes import Listening, expert_plane, router_plane
-from ep_kernels.shm.handshake import Offer, Reply, decode, encode
+from ep_kernels.shm.handshake import Reply, decode, encode
 from ep_kernels.tcp import handshake
 from ep_kernels.tcp.handshake import Session, read_address
-from lane_peer import CAPACITY, DIGEST, HIDDEN, KEY, RING, TOP_K, expected, part_of, serve
+from lane_peer import CAPACITY, DIGEST, HIDDEN, KEY, RING, expected, part_of, serve
 from plane_pair import DEADLINE_S, SHAPE, Pair
 
-FRAME = Struct("=HHI7q")
-REQUEST, BEAT = 1, 3
 ANNOUNCED = (1, 0, 0, 0, 1, 1, 0)
 """Message 1: one token, one pair."""
 PAIR_BYTES = 16
@@ -37,24 +35,6 @@ def pair(tmp_path):
     pair = Pair(tmp_path, "gloo")
     yield pair
     pair.close()
-
-
-def an_offer(router="r9", **changes):
-    values = {
-        "router": router,
-        "router_incarnation": 1,
-        "expert": "e0",
-        "expert_incarnation": 5,
-        "digest": DIGEST,
-        "sender": 0,
-        "hidden": HIDDEN,
-        "top_k": TOP_K,
-        "capacity_tokens": CAPACITY,
-        "ring_slots": RING,
-        "exact": False,
-        "wire": "fp32",
-    }
-    return Offer(**(values | changes))
 
 
 class ByHand:
@@ -184,7 +164,7 @@ def offered(pair: Pair, router: str) -> tuple[socket.socket, Session]:
         return handshake.receive_exactly(link, count, deadline)
 
     session = Session(KEY, handshake.read_challenge(read(handshake.CHALLENGE_BYTES)), bytes(16))
-    body = encode(an_offer(router))
+    body = encode(an_offer(router=router))
     link.sendall(handshake.pack_offer(body, KEY, session.challenged, session.own))
     head = read(handshake.HEAD_BYTES)
     assert decode(read(handshake.body_bytes(head)), Reply).refusal == ""

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import lane_peer
 import pytest
 import torch
 from ep_kernels.plane import AnswerStatus, LaneLost, LaneShape
+from forked import Forked
 from lane_peer import (
     CAPACITY,
     HIDDEN,
@@ -23,34 +19,12 @@ from lane_peer import (
     new_expert,
     new_router,
     part_of,
+    run_expert,
+    run_router,
     serve,
 )
 
 DEADLINE_S = 120.0
-
-
-class Peer:
-    """A child process, killed at the end of the test if it still runs."""
-
-    def __init__(self, *arguments: object) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, lane_peer.__file__, *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-
-    def line(self) -> str:
-        return self.process.stdout.readline().strip()
-
-    def stop(self) -> int:
-        self.process.stdin.close()
-        return self.process.wait(DEADLINE_S)
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(DEADLINE_S)
 
 
 @pytest.fixture(params=["shm", "tcp", "gloo"])
@@ -60,18 +34,15 @@ def kind(request):
 
 @pytest.fixture
 def spawn():
-    peers: list[Peer] = []
+    peers: list[Forked] = []
 
-    def start(*arguments: object) -> Peer:
-        peers.append(Peer(*arguments))
+    def start(*arguments: object) -> Forked:
+        peers.append(Forked(*arguments))
         return peers[-1]
 
     yield start
     for peer in peers:
-        if peer.process.poll() is None:
-            peer.kill()
-        for stream in (peer.process.stdin, peer.process.stdout):
-            stream.close()
+        peer.kill()
 
 
 def until(condition):
@@ -83,16 +54,16 @@ def until(condition):
 def test_two_routers_and_three_experts_exchange_many_messages(spawn, tmp_path, kind):
     names, messages = ["e0", "e1", "e2"], {"shm": 500, "tcp": 150, "gloo": 40}[kind]
     experts = [
-        spawn("expert", kind, name, 1, tmp_path / name, HIDDEN, seed)
+        spawn(run_expert, kind, name, 1, tmp_path / name, HIDDEN, seed)
         for seed, name in enumerate(names)
     ]
-    places = [f"{name}={expert.line()}" for name, expert in zip(names, experts, strict=True)]
+    places = {name: expert.told() for name, expert in zip(names, experts, strict=True)}
     routers = [
-        spawn("router", f"r{seed}", messages, seed, exact, *places)
-        for seed, exact in enumerate(["sum", "exact"])
+        spawn(run_router, f"r{seed}", messages, seed, exact, places)
+        for seed, exact in enumerate([False, True])
     ]
     for router in routers:
-        result = json.loads(router.line())
+        result = router.told()
         assert result["sent"] == messages
         assert result["stale"] > 0
         assert result["full"] > 0
@@ -102,11 +73,11 @@ def test_two_routers_and_three_experts_exchange_many_messages(spawn, tmp_path, k
 
 def test_a_killed_expert_is_noticed_while_waiting_and_its_heir_is_reached(spawn, tmp_path, kind):
     in_shm = set(Path("/dev/shm").iterdir())
-    first = spawn("expert", kind, "e0", 1, tmp_path / "e0", HIDDEN, 0)
-    address = first.line()
+    first = spawn(run_expert, kind, "e0", 1, tmp_path / "e0", HIDDEN, 0)
+    address = first.told()
     plane = new_router("r0", LaneShape(HIDDEN, TOP_K, CAPACITY, RING), [address])
     plane.connect("e0", address, 1, DEADLINE_S)
-    first.process.send_signal(signal.SIGSTOP)  # the part stays unanswered
+    first.signal(signal.SIGSTOP)  # the part stays unanswered
     part = part_of(3)
     assert plane.try_send("e0", part) is not None
     plane.poll()
@@ -120,8 +91,8 @@ def test_a_killed_expert_is_noticed_while_waiting_and_its_heir_is_reached(spawn,
     with pytest.raises(LaneLost):
         plane.try_send("e0", part)
 
-    second = spawn("expert", kind, "e0", 2, tmp_path / "e0", HIDDEN, 0)
-    plane.connect("e0", second.line(), 2, DEADLINE_S)
+    second = spawn(run_expert, kind, "e0", 2, tmp_path / "e0", HIDDEN, 0)
+    plane.connect("e0", second.told(), 2, DEADLINE_S)
     assert plane.peers() == {"e0": 2}
     ticket = plane.try_send("e0", part)
     answers = []
@@ -138,7 +109,7 @@ def test_a_killed_expert_is_noticed_while_waiting_and_its_heir_is_reached(spawn,
 
 def test_a_killed_router_frees_its_lane_and_a_late_answer_is_ignored(spawn, tmp_path, kind):
     plane, address = new_expert(kind, "e0", 1, str(tmp_path / "e0"), HIDDEN)
-    router = spawn("router", "r0", 100, 0, "sum", f"e0={address}")
+    router = spawn(run_router, "r0", 100, 0, False, {"e0": address})
     arrivals = []
     until(lambda: plane.wait(1.0) or arrivals.extend(plane.poll()) or arrivals)
     assert plane.peers() == ["r0"]
@@ -151,14 +122,14 @@ def test_a_killed_router_frees_its_lane_and_a_late_answer_is_ignored(spawn, tmp_
     plane.close()
 
 
-def test_a_killed_expert_costs_its_own_lane_only(spawn):
+def test_a_killed_expert_costs_its_own_lane_only(spawn, tmp_path):
     """Whose rows and those of others go through groups of one back end."""
-    experts = [spawn("expert", "gloo", name, 1, "", HIDDEN, 0) for name in ("e0", "e1")]
-    addresses = [expert.line() for expert in experts]
+    experts = [spawn(run_expert, "gloo", name, 1, tmp_path, HIDDEN, 0) for name in ("e0", "e1")]
+    addresses = [expert.told() for expert in experts]
     plane = new_router("r0", LaneShape(HIDDEN, TOP_K, CAPACITY, RING), addresses)
     for name, address in zip(("e0", "e1"), addresses, strict=True):
         plane.connect(name, address, 1, DEADLINE_S)
-    experts[0].process.send_signal(signal.SIGSTOP)
+    experts[0].signal(signal.SIGSTOP)
     part = part_of(CAPACITY)
     while plane.try_send("e0", part) is not None:
         pass  # all that its ring takes is under way when it dies

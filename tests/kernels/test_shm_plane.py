@@ -6,16 +6,17 @@ import json
 import os
 import socket
 import stat
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from by_hand import an_offer
 from ep_kernels.plane import AnswerStatus, LaneLost, LaneShape, PlaneError
 from ep_kernels.shm import ShmExpertPlane, ShmRouterPlane, handshake, memory
 from ep_kernels.shm.doorbell import BELL_BYTES
 from ep_kernels.shm.layout import lay_out
-from lane_peer import CAPACITY, DIGEST, HIDDEN, RING, TOP_K, part_of
+from lane_peer import CAPACITY, DIGEST, HIDDEN, TOP_K, part_of
 from plane_pair import DEADLINE_S, SHAPE, Pair
 
 
@@ -178,22 +179,7 @@ def test_an_unreachable_peer_is_named(tmp_path):
 
 
 def offer(**changes):
-    values = {
-        "router": "r9",
-        "router_incarnation": 1,
-        "expert": "e0",
-        "expert_incarnation": 5,
-        "digest": DIGEST,
-        "sender": 1,
-        "hidden": HIDDEN,
-        "top_k": TOP_K,
-        "capacity_tokens": CAPACITY,
-        "ring_slots": RING,
-        "exact": False,
-        "wire": "fp32",
-        "protocol": 1,
-    }
-    return {**values, **changes}
+    return asdict(an_offer(sender=1)) | changes
 
 
 def present(pair, message, lane_fd=None, bell_fd=None):

@@ -8,11 +8,11 @@ import socket
 import threading
 import time
 from dataclasses import replace
-from struct import Struct
 
 import numpy as np
 import pytest
 import torch
+from by_hand import ANSWER, BEAT, FRAME, REQUEST, an_offer
 from ep_kernels.plane import (
     Answer,
     AnswerStatus,
@@ -23,14 +23,12 @@ from ep_kernels.plane import (
     PairBlock,
     PlaneError,
 )
-from ep_kernels.shm.handshake import Offer, Reply, decode, encode
+from ep_kernels.shm.handshake import Reply, decode, encode
 from ep_kernels.tcp import TcpExpertPlane, TcpRouterPlane, handshake
 from lane_peer import CAPACITY, DIGEST, HIDDEN, KEY, RING, TOP_K, expected, part_of, serve
 from plane_pair import DEADLINE_S, SHAPE, Pair
 
 OTHER_KEY = bytes(32)
-FRAME = Struct("=HHI7q")
-REQUEST, ANSWER, BEAT = 1, 2, 3
 
 
 @pytest.fixture
@@ -38,24 +36,6 @@ def pair(tmp_path):
     pair = Pair(tmp_path, "tcp")
     yield pair
     pair.close()
-
-
-def an_offer(**changes):
-    values = {
-        "router": "r9",
-        "router_incarnation": 1,
-        "expert": "e0",
-        "expert_incarnation": 5,
-        "digest": DIGEST,
-        "sender": 0,
-        "hidden": HIDDEN,
-        "top_k": TOP_K,
-        "capacity_tokens": CAPACITY,
-        "ring_slots": RING,
-        "exact": False,
-        "wire": "fp32",
-    }
-    return Offer(**(values | changes))
 
 
 class ByHand:

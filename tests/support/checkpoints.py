@@ -46,18 +46,25 @@ YARN: dict[str, Any] = {
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek": ("deepseek_v3", TINY_DEEPSEEK),
     "deepseek-no-q-lora": ("deepseek_v3", TINY_DEEPSEEK | {"q_lora_rank": None}),
-    "deepseek-one-group": ("deepseek_v3", TINY_DEEPSEEK | {"n_group": 1, "topk_group": 1}),
-    "deepseek-no-shared": ("deepseek_v3", TINY_DEEPSEEK | {"n_shared_experts": 0}),
-    "deepseek-two-dense": (
-        "deepseek_v3",
-        TINY_DEEPSEEK | {"first_k_dense_replace": 2, "num_hidden_layers": 4},
-    ),
     "deepseek-yarn": ("deepseek_v3", TINY_DEEPSEEK | {"rope_parameters": YARN}),
-    "deepseek-unnormalised": ("deepseek_v3", TINY_DEEPSEEK | {"norm_topk_prob": False}),
-    "deepseek-tied": ("deepseek_v3", TINY_DEEPSEEK | {"tie_word_embeddings": True}),
+    "deepseek-no-q-lora-one-group-unnormalised": (
+        "deepseek_v3",
+        TINY_DEEPSEEK
+        | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
+    "deepseek-yarn-no-shared-two-dense-tied": (
+        "deepseek_v3",
+        TINY_DEEPSEEK
+        | {
+            "rope_parameters": YARN, "n_shared_experts": 0, "first_k_dense_replace": 2,
+            "num_hidden_layers": 4, "tie_word_embeddings": True,
+        },
+    ),
     "mixtral": ("mixtral", TINY_MIXTRAL),
     "mixtral-window": ("mixtral", TINY_MIXTRAL | {"sliding_window": 24}),
-    "mixtral-tied": ("mixtral", TINY_MIXTRAL | {"tie_word_embeddings": True}),
+    "mixtral-window-tied": (
+        "mixtral", TINY_MIXTRAL | {"sliding_window": 24, "tie_word_embeddings": True},
+    ),
     "bench-deepseek": (
         "deepseek_v3",
         {

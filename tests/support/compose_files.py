@@ -4,15 +4,15 @@ one another.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from compose.docker.roots import expand
+
 COMPOSE = Path(__file__).parents[2] / "compose"
-_VARIABLE = re.compile(r"\$\{(\w+)(?:(:[-+?])([^}]*))?\}")
 _APPENDED = {"ports", "expose", "volumes", "secrets", "configs", "tmpfs", "security_opt"}
 
 
@@ -34,28 +34,11 @@ Tag.add_constructor(
 )
 
 
-def interpolate(text: str, variables: Mapping[str, str]) -> str:
-    """Raises ``KeyError`` with the message of ``${NAME:?message}`` for one that is not set."""
-
-    def value(match: re.Match[str]) -> str:
-        name, operator, word = match.groups()
-        known = variables.get(name, "")
-        if operator == ":-":
-            return known or word
-        if operator == ":+":
-            return word if known else ""
-        if operator == ":?" and not known:
-            raise KeyError(f"{name}: {word}")
-        return known
-
-    return _VARIABLE.sub(value, text)
-
-
 def effective(*names: str, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
     """``docker compose -f NAME -f NAME config``, as far as our files go."""
     whole: dict[str, Any] = {}
     for name in names:
-        text = interpolate((COMPOSE / name).read_text(), variables or {})
+        text = expand((COMPOSE / name).read_text(), variables or {})
         whole = _laid_over(whole, yaml.load(text, Tag))
     return {key: value for key, value in whole.items() if not key.startswith("x-")}
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +12,8 @@ import torch
 from ep_kernels.plane import AnswerStatus, LaneLost, LaneRefused, LaneShape, PlaneError
 from ep_kernels.shm import ShmRouterPlane
 from ep_kernels.triton.symm import SymmExpertPlane, SymmRouterPlane, lay_out
-from lane_peer import CAPACITY, DIGEST, HIDDEN, RING, TOP_K, expected, part_of, serve
+from forked import Forked
+from lane_peer import CAPACITY, DIGEST, HIDDEN, RING, TOP_K, expected, part_of, run_expert, serve
 
 DEADLINE_S = 100.0
 SHAPE = LaneShape(HIDDEN, TOP_K, CAPACITY, RING)
@@ -143,25 +141,12 @@ def test_a_plane_of_the_other_kind_and_a_wire_it_does_not_carry_are_refused(tmp_
 
 def test_expert_workers_in_processes_of_their_own_and_what_a_killed_one_costs(tmp_path):
     """Messages with random delays and answers out of order; then one is killed in mid-part."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    commands = [
-        ("expert", "symm", "e0", 1, tmp_path / "e0", HIDDEN, 0),
-        ("expert", "symm", "e1", 1, tmp_path / "e1", HIDDEN, 1),
-    ]
     peers = [
-        subprocess.Popen(
-            [sys.executable, lane_peer.__file__, *map(str, command)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for command in commands
+        Forked(run_expert, "symm", name, 1, tmp_path / name, HIDDEN, seed)
+        for seed, name in enumerate(("e0", "e1"))
     ]
     try:
-        assert [peer.stdout.readline().strip() for peer in peers] == [
-            str(tmp_path / name) for name in ("e0", "e1")
-        ]
+        assert [peer.told() for peer in peers] == [str(tmp_path / name) for name in ("e0", "e1")]
         plane = SymmRouterPlane("r0", 1, SHAPE, DIGEST)
         for name in ("e0", "e1"):
             plane.connect(name, str(tmp_path / name), 1, DEADLINE_S)
@@ -196,4 +181,3 @@ def test_expert_workers_in_processes_of_their_own_and_what_a_killed_one_costs(tm
     finally:
         for peer in peers:
             peer.kill()
-            peer.communicate()

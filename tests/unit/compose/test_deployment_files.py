@@ -126,7 +126,7 @@ def test_the_mesh_waits_for_as_many_experts_as_there_are() -> None:
 @pytest.mark.parametrize("missing", sorted(MULTI_HOST))
 def test_what_several_hosts_need_is_asked_for(missing: str) -> None:
     given = {key: value for key, value in MULTI_HOST.items() if key != missing}
-    with pytest.raises(KeyError, match=missing):
+    with pytest.raises(ValueError, match=missing):
         effective("compose.multi-host.yaml", variables=given)
 
 
