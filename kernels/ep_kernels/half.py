@@ -1,7 +1,8 @@
-"""Linear maps with fp16 weights and fp32 sums, in C: what reads the weights of a decode step.
+"""Linear maps with 16-bit weights and fp32 rows and sums, in C: what reads a decode step's weights.
 
-A row's bits depend on the row and the matrix alone: not on the rows beside it, on the CPU's vectors
-or on the number of threads.
+fp16 weights are multiplied with AVX-512 or AVX2, and a row's bits depend on the row and the matrix
+alone: not on the rows beside it, on the CPU's vectors or on the number of threads. bf16 weights are
+multiplied by the CPU's matrix unit (AMX), to fp32's precision too.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from ep_kernels.native_library import load
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 
+_TILE_WIDTH: Final = 32
+
 _LONG_CALL: Final = 1 << 25
 """From so many multiplications on, some 200 us, a call lets Python's other threads run."""
 
 
 class _Matrix(ctypes.Structure):
     _fields_ = (
-        *(("outputs", _LONG), ("inputs", _LONG), ("width", _LONG)),
+        *(("outputs", _LONG), ("inputs", _LONG), ("width", _LONG), ("tiles", _LONG)),
         ("packed", _POINTER),
     )
 
@@ -31,27 +34,28 @@ class _Matrix(ctypes.Structure):
 class HalfMatrices:
     """Some matrices of one shape, each for its own part of a row. Immutable, thread-safe."""
 
-    __slots__ = ("_brief", "_held", "_long", "address", "count", "inputs", "outputs")
+    __slots__ = ("_brief", "_dtype", "_held", "_long", "address", "count", "inputs", "outputs")
 
     def __init__(self, values: torch.Tensor, most_width: int = 32) -> None:
-        """``values [count, outputs, inputs]`` fp16; copied. ``has_kernel()`` must be true.
+        """``values [count, outputs, inputs]``, fp16 (``has_kernel()`` must be true) or bf16
+        (``has_tiles()`` must); copied.
 
-        ``most_width``: outputs that the CPU may take at a time, 32 with AVX-512 and 16 with AVX2.
+        ``most_width``: outputs of fp16 that the CPU may take at a time, 32 with AVX-512 and 16
+        with AVX2.
         """
-        assert values.dtype is torch.float16, "fp16 weights"
-        width = panel_width(most_width)
+        self._dtype = values.dtype
+        assert self._dtype in {torch.float16, torch.bfloat16}, "16-bit weights"
+        tiles = self._dtype is torch.bfloat16
+        width = _TILE_WIDTH * has_tiles() if tiles else panel_width(most_width)
         assert width, "no kernel for this CPU"
         self.count, self.outputs, self.inputs = values.shape
-        panels = -(-self.outputs // width)
-        packed = torch.empty((self.count, panels * width * self.inputs), dtype=torch.float16)
         matrices = (_Matrix * self.count)()
+        shape = _Matrix(self.outputs, self.inputs, width, tiles, None)
+        packed = torch.zeros((self.count, _size(ctypes.byref(shape))), dtype=self._dtype)
         for i, (matrix, into) in enumerate(zip(values, packed, strict=True)):
+            matrices[i] = _Matrix(self.outputs, self.inputs, width, tiles, into.data_ptr())
             given = matrix.contiguous()
-            load("half").moemesh_half_pack(
-                *(_POINTER(given.data_ptr()), _LONG(self.outputs), _LONG(self.inputs)),
-                *(_LONG(width), _POINTER(into.data_ptr())),
-            )
-            matrices[i] = _Matrix(self.outputs, self.inputs, width, into.data_ptr())
+            _pack(ctypes.byref(matrices[i]), given.data_ptr(), into.data_ptr())
         self._held = (matrices, packed)
         self.address = ctypes.addressof(matrices)
         """C's ``half_matrix[count]``."""
@@ -76,10 +80,10 @@ class HalfMatrices:
         )
 
     def values(self) -> torch.Tensor:
-        """``[count, outputs, inputs]`` fp16, bit by bit as they were packed; the caller's own."""
-        values = torch.empty((self.count, self.outputs, self.inputs), dtype=torch.float16)
+        """``[count, outputs, inputs]``, bit by bit as they were packed; the caller's own."""
+        values = torch.empty((self.count, self.outputs, self.inputs), dtype=self._dtype)
         for matrix, into in zip(self._held[0], values, strict=True):
-            load("half").moemesh_half_unpack(ctypes.byref(matrix), _POINTER(into.data_ptr()))
+            _unpack(ctypes.byref(matrix), into.data_ptr())
         return values
 
 
@@ -89,7 +93,7 @@ class HalfMatrix:
     __slots__ = ("_brief", "_long", "_long_rows", "_one", "address", "inputs", "outputs")
 
     def __init__(self, values: torch.Tensor, most_width: int = 32) -> None:
-        """``values [outputs, inputs]`` fp16; see ``HalfMatrices``."""
+        """``values [outputs, inputs]``; see ``HalfMatrices``."""
         self._one = HalfMatrices(values.unsqueeze(0), most_width)
         self.address = self._one.address
         self.outputs, self.inputs = values.shape
@@ -108,13 +112,21 @@ class HalfMatrix:
         return out
 
     def values(self) -> torch.Tensor:
-        """``[outputs, inputs]`` fp16, bit by bit as they were packed; the caller's own."""
+        """``[outputs, inputs]``, bit by bit as they were packed; the caller's own."""
         return self._one.values().squeeze(0)
 
 
 def has_kernel() -> bool:
     """Whether this CPU multiplies fp16 weights: x86 with AVX-512, or with AVX2, FMA and F16C."""
     return panel_width(32) > 0
+
+
+@lru_cache(maxsize=1)
+def has_tiles() -> bool:
+    """Whether this CPU multiplies bf16 weights by its matrix unit: x86 with AMX, under Linux."""
+    run: Any = load("half").moemesh_tiles_run
+    run.restype = _LONG
+    return bool(run())
 
 
 @lru_cache
@@ -130,3 +142,12 @@ def _linear(library: ctypes.CDLL) -> Callable[..., None]:
     call.restype = None
     call.argtypes = (_POINTER, _LONG, _LONG, *(_POINTER, _LONG, _LONG) * 2)
     return call  # type: ignore[no-any-return]
+
+
+_size: Any = load("half").moemesh_half_size
+_size.restype, _size.argtypes = _LONG, (_POINTER,)
+# Hundreds of matrices are packed while the process must answer.
+_pack: Any = load("half", keeps_lock=False).moemesh_half_pack
+_pack.restype, _pack.argtypes = None, (_POINTER, _POINTER, _POINTER)
+_unpack: Any = load("half", keeps_lock=False).moemesh_half_unpack
+_unpack.restype, _unpack.argtypes = None, (_POINTER, _POINTER)

@@ -1,4 +1,5 @@
-/* Products with fp16 weights in fp32: y [rows, out] = x [rows, in] times w [out, in] transposed.
+/* Products with 16-bit weights in fp32: y [rows, out] = x [rows, in] times w [out, in] transposed.
+ * bf16 weights: see tiles.h. The rest is of fp16.
  *
  * Weights lie in panels of as many outputs as two vectors hold; within one, input by input. So one
  * read of a panel serves up to a block of rows, whose sums stay in registers. Each sum is one chain
@@ -9,16 +10,22 @@
  */
 #include "crew.h"
 #include "rows.h"
+#include "tiles.h"
+#include <stdlib.h>
 
 /* Weights of a piece of work for one of several threads: some 5 us of reading. */
 enum { PIECE_BYTES = 1 << 16 };
 /* With many rows: what stays in a core's second cache while they pass. */
 enum { GROUP_BYTES = 1 << 18, FEW_ROWS = 12 };
 
-/* Weights, packed; the last panel is filled up with zeros. */
+/* With tiles: rows that are split into parts at a time. */
+enum { PARTS_ROWS = 128 };
+
+/* Weights, packed; what a panel lacks is zeros. */
 typedef struct {
     int64_t outputs, inputs, width;
-    const uint16_t *packed; /* [panels, inputs, width] */
+    int64_t tiles;          /* whether they are bf16 in tiles */
+    const uint16_t *packed; /* [panels, inputs, width], or as tiles.h says */
 } half_matrix;
 
 /* Where rows lie: each x_row and y_row values after the one before; and within a row, what each of
@@ -167,22 +174,35 @@ int64_t moemesh_half_width(int64_t most) {
 
 #endif
 
-/* values [outputs, inputs] -> packed [panels, inputs, width]. */
-void moemesh_half_pack(const uint16_t *values, int64_t outputs, int64_t inputs, int64_t width,
-                       uint16_t *packed) {
-    for (int64_t first = 0; first < outputs; first += width, packed += inputs * width)
-        for (int64_t j = 0; j < width; j++)
-            for (int64_t k = 0; k < inputs; k++)
-                packed[k * width + j] = first + j < outputs ? values[(first + j) * inputs + k] : 0;
+int64_t moemesh_tiles_run(void) { return tiles_run(); }
+
+/* Inputs of a panel. */
+static int64_t depth(const half_matrix *is) {
+    if (!is->tiles) return is->inputs;
+    return (is->inputs + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS;
+}
+
+static int64_t place(const half_matrix *is, int64_t output, int64_t input) {
+    int64_t panel = output / is->width * depth(is) * is->width;
+    output %= is->width;
+    return panel + (is->tiles ? tile_place(output, input) : input * is->width + output);
+}
+
+/* Weights of all panels. */
+int64_t moemesh_half_size(const half_matrix *is) {
+    return (is->outputs + is->width - 1) / is->width * is->width * depth(is);
+}
+
+/* values [outputs, inputs] -> is->packed, which is zeros. */
+void moemesh_half_pack(const half_matrix *is, const uint16_t *values, uint16_t *packed) {
+    for (int64_t out = 0; out < is->outputs; out++)
+        for (int64_t in = 0; in < is->inputs; in++) packed[place(is, out, in)] = *values++;
 }
 
 /* And back. */
 void moemesh_half_unpack(const half_matrix *is, uint16_t *values) {
-    int64_t width = is->width;
-    for (int64_t out = 0; out < is->outputs; out++) {
-        const uint16_t *from = is->packed + out / width * is->inputs * width + out % width;
-        for (int64_t k = 0; k < is->inputs; k++) *values++ = from[k * width];
-    }
+    for (int64_t out = 0; out < is->outputs; out++)
+        for (int64_t in = 0; in < is->inputs; in++) *values++ = is->packed[place(is, out, in)];
 }
 
 /* Pieces of the products of several matrices of one shape: as many panels as are worth handing to
@@ -190,26 +210,69 @@ void moemesh_half_unpack(const half_matrix *is, uint16_t *values) {
 typedef struct {
     const half_matrix *matrices;
     const half_rows *rows;
+    const uint16_t *parts; /* of the rows, for tiles: [matrices][TILE_PARTS][rows][depth] */
     int64_t panels, at_once, pieces_each;
 } half_work;
 
 static void do_piece(void *of, int64_t piece) {
     const half_work *is = of;
-    int64_t place = piece / is->pieces_each, from = piece % is->pieces_each * is->at_once;
+    const half_rows *rows = is->rows;
+    int64_t which = piece / is->pieces_each, from = piece % is->pieces_each * is->at_once;
     int64_t to = from + is->at_once < is->panels ? from + is->at_once : is->panels;
-    multiply(is->matrices + place, from, to, is->rows, place);
+    const half_matrix *by = is->matrices + which;
+    if (!by->tiles) {
+        multiply(by, from, to, rows, which);
+        return;
+    }
+    if (!rows->count) return;
+    if (!is->parts) {
+        vector_panels(by->packed, by->outputs, by->inputs, depth(by), from, to,
+                      rows->x + which * rows->x_step, rows->x_row, rows->count,
+                      rows->y + which * rows->y_step, rows->y_row);
+        return;
+    }
+    const uint16_t *parts = is->parts + which * TILE_PARTS * rows->count * depth(by);
+    tile_panels(by->packed, by->outputs, depth(by), from, to, parts, rows->count,
+                rows->y + which * rows->y_step, rows->y_row);
+}
+
+/* Memory of this thread for the parts of rows; it grows, and ends with the process. */
+static uint16_t *parts_memory(int64_t values) {
+    static _Thread_local uint16_t *memory;
+    static _Thread_local int64_t size;
+    if (values > size) {
+        free(memory);
+        size = (values + 4095) / 4096 * 4096;
+        memory = aligned_alloc(64, (size_t)size * sizeof *memory);
+        if (!memory) abort(); /* some MiB at most: this machine cannot go on */
+    }
+    return memory;
 }
 
 /* What each of `count` matrices of one shape makes of its part of every row. */
 static void products(const half_matrix *matrices, int64_t count, int64_t rows, const float *x,
-                         int64_t x_row, int64_t x_step, float *y, int64_t y_row, int64_t y_step) {
+                     int64_t x_row, int64_t x_step, float *y, int64_t y_row, int64_t y_step) {
     half_rows at = {x, x_row, x_step, y, y_row, y_step, rows};
     half_work work = {.matrices = matrices, .rows = &at};
-    int64_t bytes = rows > FEW_ROWS ? GROUP_BYTES : PIECE_BYTES;
+    int64_t bytes = rows > FEW_ROWS ? GROUP_BYTES : PIECE_BYTES, inputs = depth(matrices);
     work.panels = (matrices->outputs + matrices->width - 1) / matrices->width;
-    work.at_once = bytes / (2 * matrices->width * (matrices->inputs + 1)) + 1;
+    work.at_once = bytes / (2 * matrices->width * (inputs + 1)) + 1;
     work.pieces_each = (work.panels + work.at_once - 1) / work.at_once;
-    crew_do(do_piece, &work, count * work.pieces_each);
+    if (!matrices->tiles || rows <= VECTOR_ROWS) {
+        crew_do(do_piece, &work, count * work.pieces_each);
+        return;
+    }
+    for (int64_t begin = 0; begin < rows; begin += PARTS_ROWS) {
+        at.count = rows - begin < PARTS_ROWS ? rows - begin : PARTS_ROWS;
+        at.y = y + begin * y_row;
+        int64_t each = TILE_PARTS * at.count * inputs;
+        uint16_t *parts = parts_memory(count * each);
+        for (int64_t i = 0; i < count; i++)
+            tile_rows(x + begin * x_row + i * x_step, x_row, at.count, matrices->inputs, inputs,
+                      parts + i * each);
+        work.parts = parts;
+        crew_do(do_piece, &work, count * work.pieces_each);
+    }
 }
 
 void moemesh_half_linear(const half_matrix *matrices, int64_t count, int64_t rows, const float *x,
