@@ -78,7 +78,8 @@ class ModelSettings(_Section, frozen=True, kw_only=True):
     """Model id in the API. Empty: the directory's name."""
     weights: Literal["auto", "fp32", "fp16"] = "auto"
     """How matrices are kept. fp16: half the memory traffic, fp32 arithmetic; lossless for bf16
-    checkpoints whose values lie in fp16's range. auto: fp16 where that is lossless, else fp32."""
+    checkpoints whose values lie in fp16's range. auto: fp16 where that is lossless, else fp32.
+    Where bf16 is lossless and the CPU has a matrix unit for it (AMX), bf16 takes fp16's place."""
     exact: bool = False
     """Bit-identical output whatever the batch, placement, chunking, moves and failures, for
     more traffic and slower attention. See

@@ -26,11 +26,11 @@ import torch
 from torch.nn.functional import linear
 
 from ep_kernels.fp8 import E4M3, GROUP
-from ep_kernels.half import HalfMatrix
+from ep_kernels.half import HalfMatrix, has_tiles
 from ep_kernels.half import has_kernel as has_fp16_kernel
 
 Kind = Literal["auto", "fp32", "fp16"]
-StoredKind = Literal["fp32", "fp16"]
+StoredKind = Literal["fp32", "fp16", "bf16"]
 
 DISPATCH_BOUND_BYTES = 256 * 1024
 """Up to this fp32 size calling a packed kernel costs more than it saves."""
@@ -58,6 +58,8 @@ class Storage(IntEnum):
     """Kept for a GPU; no kernel of a CPU takes it."""
     FP8 = 6
     """The same, with a scale for each block of 128 x 128 (see ``ep_kernels.fp8``)."""
+    TILES = 7
+    """bf16 that lost nothing, for a CPU's matrix unit."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,7 +71,15 @@ class Storage(IntEnum):
         return (-(-rows // GROUP), -(-columns // GROUP)) if self is Storage.FP8 else None
 
 
-_DTYPES = {Storage.FP16: torch.float16, Storage.BF16: torch.bfloat16, Storage.FP8: E4M3}
+_DTYPES = {
+    Storage.FP16: torch.float16,
+    Storage.BF16: torch.bfloat16,
+    Storage.FP8: E4M3,
+    Storage.TILES: torch.bfloat16,
+}
+
+
+_KINDS: dict[Storage, StoredKind] = {Storage.FP16: "fp16", Storage.TILES: "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +110,11 @@ class PackedLinear(ABC):
 
     @property
     def kind(self) -> StoredKind:
-        return "fp16" if self.storage is Storage.FP16 else "fp32"
+        return _KINDS.get(self.storage, "fp32")
 
     @property
     def half(self) -> HalfMatrix | None:
-        """The matrix as C has it, where it is kept in fp16."""
+        """The matrix as C has it, where it is kept in 16 bits."""
         return None
 
     @abstractmethod
@@ -180,16 +190,14 @@ class _OneDnn(PackedLinear):
         return Matrix(self.storage, self._packed.to_dense())
 
 
-class _Fp16(PackedLinear):
-    """fp16, multiplied in fp32 by a kernel of our own. Weights must lie in fp16's range."""
+class _Half(PackedLinear):
+    """16-bit weights, multiplied to fp32's precision by a kernel of our own."""
 
     __slots__ = ("_half",)
 
-    storage = Storage.FP16
-
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__(weight.shape[0], weight.shape[1])
-        self._half = HalfMatrix(weight.half())
+        self._half = HalfMatrix(weight.to(self.storage.dtype))
 
     @property
     def half(self) -> HalfMatrix:
@@ -205,11 +213,28 @@ class _Fp16(PackedLinear):
         return Matrix(self.storage, self._half.values())
 
 
-_LINEARS: dict[Storage, type[_Plain | _RowByRow | _OneDnn | _Fp16]] = {
+class _Fp16(_Half):
+    """Weights must lie in fp16's range."""
+
+    __slots__ = ()
+
+    storage = Storage.FP16
+
+
+class _Tiles(_Half):
+    """Weights must be bf16's."""
+
+    __slots__ = ()
+
+    storage = Storage.TILES
+
+
+_LINEARS: dict[Storage, type[_Plain | _RowByRow | _OneDnn | _Fp16 | _Tiles]] = {
     Storage.PLAIN: _Plain,
     Storage.ROW_BY_ROW: _RowByRow,
     Storage.ONEDNN: _OneDnn,
     Storage.FP16: _Fp16,
+    Storage.TILES: _Tiles,
 }
 
 
@@ -223,8 +248,9 @@ def keep(weight: torch.Tensor, kind: Kind = "auto", *, exact: bool = False) -> M
 
     ``fp32`` keeps every bit. ``fp16`` rounds, and falls back to fp32 where a value is out of
     fp16's range or the kernel is missing. ``auto`` takes fp16 only where that loses nothing and
-    the matrix is large enough to gain; under ``exact`` it takes fp32. ``exact`` makes each row
-    independent of the batch.
+    the matrix is large enough to gain; under ``exact`` it takes fp32. For either bf16 takes fp16's
+    place where it loses nothing and the CPU has a matrix unit, but not under ``exact``, which makes
+    each row independent of the batch.
 
     Raises ``ValueError`` for anything but a two-dimensional weight on the CPU.
     """
@@ -239,6 +265,8 @@ def keep(weight: torch.Tensor, kind: Kind = "auto", *, exact: bool = False) -> M
             return _keep_exact(dense, kind)
         if is_dispatch_bound(dense.shape[0], dense.shape[1]):
             return Matrix(Storage.PLAIN, dense)
+        if kind != "fp32" and has_tiles() and (narrow := _as_bf16(weight, dense)) is not None:
+            return Matrix(Storage.TILES, narrow)
         if _wants_fp16(dense, kind) and has_fp16_kernel():
             return Matrix(Storage.FP16, dense.half())
         return Matrix(Storage.ONEDNN if has_onednn_kernel() else Storage.PLAIN, dense)
@@ -260,10 +288,10 @@ def storage_fault(
     """
     if storage in {Storage.BF16, Storage.FP8}:
         return f"{storage.name} weights are kept for a GPU"
-    if storage is Storage.FP16:
+    if storage in {Storage.FP16, Storage.TILES}:
         if kind == "fp32" or (exact and kind != "fp16"):
-            return "fp16 weights where fp32 is asked for"
-        works = has_fp16_kernel()
+            return f"{storage.name} weights where fp32 is asked for"
+        works = has_fp16_kernel() if storage is Storage.FP16 else has_tiles()
     else:
         works = storage is not Storage.ONEDNN or has_onednn_kernel()
     if not works:
@@ -316,6 +344,13 @@ def _wants_fp16(dense: torch.Tensor, kind: Kind) -> bool:
     if kind == "fp16":
         return _fits_fp16(dense)
     return kind == "auto" and is_lossless_fp16(dense)
+
+
+def _as_bf16(weight: torch.Tensor, dense: torch.Tensor) -> torch.Tensor | None:
+    """``dense``, made of ``weight``, as bf16; None where that loses anything."""
+    narrow = dense.bfloat16()
+    same = weight.dtype is torch.bfloat16 or torch.equal(narrow.float(), dense)
+    return narrow if same else None
 
 
 def _fits_fp16(dense: torch.Tensor) -> bool:

@@ -28,6 +28,9 @@ _FEW_TOKENS = 4
 """Up to this many tokens the matrices are the left factor (measured: 1.5 to 2 times as fast)."""
 
 
+_HALVES = {Storage.FP16, Storage.TILES}
+
+
 class Absorption(Protocol):
     """Both halves of ``kv_b`` at work."""
 
@@ -69,10 +72,12 @@ class Batched:
 
 
 class Half:
-    """fp16: all heads' products in one call each way."""
+    """16 bits: all heads' products in one call each way."""
 
     def __init__(self, key_up: torch.Tensor, value_up: torch.Tensor) -> None:
-        """``key_up [heads, latent, nope]``, ``value_up [heads, value, latent]``, both fp16."""
+        """``key_up [heads, latent, nope]``, ``value_up [heads, value, latent]``, of one 16-bit
+        type.
+        """
         self._key_up, self._value_up = HalfMatrices(key_up), HalfMatrices(value_up)
 
     def absorb(self, q: torch.Tensor) -> torch.Tensor:
@@ -92,7 +97,7 @@ def by_heads(matrices: LatentMatrices, kind: Kind) -> Batched | Half:
     """``kv_b`` as it is best kept, see ``ep_kernels.packed.keep``."""
     key_up = matrices.key_up.transpose(1, 2)  # [heads, latent, nope]
     kept = [keep(each.flatten(0, 1), kind) for each in (key_up, matrices.value_up)]
-    if any(each.storage is not Storage.FP16 for each in kept):
+    if kept[0].storage is not kept[1].storage or kept[0].storage not in _HALVES:
         return Batched(matrices)
     return Half(kept[0].values.view(key_up.shape), kept[1].values.view(matrices.value_up.shape))
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from ep_kernels.crew import Crew
-from ep_kernels.half import HalfMatrices, HalfMatrix, has_kernel, panel_width
+from ep_kernels.half import HalfMatrices, HalfMatrix, has_kernel, has_tiles, panel_width
 from torch.nn.functional import linear
 
 pytestmark = pytest.mark.skipif(not has_kernel(), reason="this CPU has no fp16 kernel")
@@ -89,3 +89,41 @@ def test_several_threads_may_multiply_while_a_crew_helps_one_of_them() -> None:
             assert all(torch.equal(future.result(30), alone) for future in got)
     finally:
         crew.keep()
+
+
+@pytest.mark.skipif(not has_tiles(), reason="this CPU has no matrix unit for bf16")
+class TestTiles:
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 16, 17, 33, 130, 300])
+    def test_product_is_as_near_as_fp32s(self, shape: tuple[int, int], rows: int) -> None:
+        values, x = torch.randn(shape).bfloat16(), torch.randn(rows, shape[1])
+        exact = linear(x.double(), values.double())
+        got = HalfMatrix(values)(x)
+        assert got.shape == exact.shape
+        torch.testing.assert_close(got.double(), exact, atol=1e-5 * shape[1] ** 0.5, rtol=1e-5)
+
+    def test_no_bit_of_a_row_is_dropped(self) -> None:
+        """Each value is told from its neighbour, whatever its size."""
+        x = torch.tensor([1.0, 3e4, 1e-6, -0.3]).view(4, 1).repeat(5, 1) * torch.ones(1, 32)
+        x = torch.cat([x, torch.nextafter(x, torch.tensor(1e9))])
+        unit = torch.eye(32).bfloat16()
+        assert torch.equal(HalfMatrix(unit)(x), x)
+        assert torch.equal(HalfMatrix(unit)(x[:8]), x[:8])
+
+    def test_several_matrices_rows_apart_and_a_crew(self) -> None:
+        values, x = torch.randn(5, 200, 100).bfloat16(), torch.randn(40, 5, 164)
+        matrices, crew = HalfMatrices(values), Crew(2)
+        for rows in (3, 40):
+            out = torch.full((rows, 5, 260), float("nan"))
+            crew.share()
+            matrices.into(x[:rows, :, 64:], out[..., 30:230])
+            crew.keep()
+            want = torch.einsum("nki,koi->nko", x[:rows, :, 64:], values.float())
+            torch.testing.assert_close(out[..., 30:230], want, atol=1e-4, rtol=1e-4)
+            assert out[..., :30].isnan().all()
+            assert out[..., 230:].isnan().all()
+
+    def test_values_come_back_bit_by_bit(self) -> None:
+        values = torch.randint(-(2**15), 2**15, (45, 77), dtype=torch.int16).view(torch.bfloat16)
+        back = HalfMatrix(values).values()
+        assert torch.equal(back.view(torch.int16), values.view(torch.int16))
