@@ -1,19 +1,23 @@
-"""One rank of exchanges as a process of its own (``forked``): ``run_rank``.
+"""One rank of exchanges as a process of its own, started by the tests with this file's path.
 
-A router runs the phases one after another, compares every batch with the reference and tells the
-results. An expert rank multiplies a row by 1 + its logical expert; it serves all phases until it is
-told to end, then waits once for the routers that died, and tells its own.
+exchange_peer.py SETUP, a JSON object: ``role`` (router or expert), ``index``, ``seed`` and
+``phases``, each an exchange of its own: ``shape``, ``fds`` of all inboxes by role, ``rounds``,
+``deadline_s``, ``dies`` (name -> round in which that rank kills itself).
+
+A router runs the phases one after another, compares every batch with the reference and prints a
+JSON object. An expert rank multiplies a row by 1 + its logical expert; it serves all phases until
+its stdin closes, then waits once for the routers that died.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import sys
 import threading
 import time
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -23,7 +27,6 @@ from ep_kernels.triton.all_to_all.inbox import Header, Wire
 from ep_kernels.triton.all_to_all.plan import Pairs
 from ep_kernels.triton.all_to_all.reference import exchanged
 from ep_kernels.triton.all_to_all.symmetric import attach_shared
-from lane_peer import until_told_to_end
 from triton.runtime.interpreter import InterpreterOptions, interpreter_builder
 
 SLOTS_PER_RANK = 2
@@ -79,38 +82,24 @@ def serve(exchange: ExpertExchange, slot: int, lanes: list[int], held: torch.Ten
     exchange.answer(arrived, y)
 
 
-@dataclass(frozen=True)
-class Setup:
-    """An exchange, and how long it goes on."""
-
-    shape: ExchangeShape
-    rounds: int
-    deadline_s: float
-    dies: dict[str, int]
-    """Rank -> round in which it kills itself."""
-    inboxes: dict[str, list[str]]
-    """Role -> the memory of its ranks, as files of the process that made it."""
-
-
 class Phase:
-    def __init__(self, setup: Setup, role: str, index: int) -> None:
-        self.shape = setup.shape
-        self.rounds = setup.rounds
-        self.dies = setup.dies.get(f"{role}{index}")
-        self.doomed = {name for name in setup.dies if not name.startswith(role)}
+    def __init__(self, setup: dict[str, Any], role: str, index: int) -> None:
+        shape = {**setup["shape"], "wire": Wire(setup["shape"]["wire"])}
+        self.shape = ExchangeShape(**{**shape, "back": Wire(setup["shape"]["back"])})
+        self.rounds = setup["rounds"]
+        self.dies = setup["dies"].get(f"{role}{index}")
+        self.doomed = {name for name in setup["dies"] if not name.startswith(role)}
         self.lost: list[str] = []
         self.messages = 0
         sizes = {"router": self.shape.answers, "expert": self.shape.requests}
         inboxes = {
-            kind: [
-                attach_shared(os.open(path, os.O_RDWR), sizes[kind].total_bytes) for path in paths
-            ]
-            for kind, paths in setup.inboxes.items()
+            kind: [attach_shared(fd, sizes[kind].total_bytes) for fd in fds]
+            for kind, fds in setup["fds"].items()
         }
         other = "expert" if role == "router" else "router"
         peers = [Peer(f"{other}{i}", inbox, index) for i, inbox in enumerate(inboxes[other])]
         kind = RouterExchange if role == "router" else ExpertExchange
-        self.exchange = kind(self.shape, inboxes[role][index], peers, setup.deadline_s)
+        self.exchange = kind(self.shape, inboxes[role][index], peers, setup["deadline_s"])
 
     def die_if_due(self, number: int) -> None:
         if number == self.dies:
@@ -129,12 +118,12 @@ class Phase:
         return {"messages": self.messages, "lost": self.lost}
 
 
-def run_expert_rank(pipe: Connection, phases: list[Phase], index: int, rng: random.Random) -> None:
+def run_expert_rank(phases: list[Phase], index: int, rng: random.Random) -> None:
     held = held_by(index)
     stopping = threading.Event()
 
     def follow_parent() -> None:
-        until_told_to_end(pipe)
+        sys.stdin.read()
         stopping.set()
 
     threading.Thread(target=follow_parent, daemon=True).start()
@@ -212,15 +201,19 @@ def pause(rng: random.Random) -> None:
         time.sleep(rng.random() * 2e-3)
 
 
-@torch.inference_mode()
-def run_rank(pipe: Connection, role: str, index: int, setups: list[Setup], seed: int) -> None:
+def main(setup: dict[str, Any]) -> None:
+    rng = random.Random(setup["seed"])
+    phases = [Phase(phase, setup["role"], setup["index"]) for phase in setup["phases"]]
+    if setup["role"] == "router":
+        run_router_rank(phases, rng)
+    else:
+        run_expert_rank(phases, setup["index"], rng)
+    print(json.dumps([phase.result() for phase in phases]), flush=True)
+
+
+if __name__ == "__main__":
     torch.set_num_threads(1)
     # Its check of every sum and product for overflow is a third of the interpreter's time.
     interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
-    rng = random.Random(seed)
-    phases = [Phase(setup, role, index) for setup in setups]
-    if role == "router":
-        run_router_rank(phases, rng)
-    else:
-        run_expert_rank(pipe, phases, index, rng)
-    pipe.send([phase.result() for phase in phases])
+    with torch.inference_mode():
+        main(json.loads(sys.argv[1]))

@@ -12,15 +12,15 @@ from typing import Any
 
 DEADLINE_S = 120.0
 _CONTEXT = get_context("forkserver")
-_KERNELS = ["ep_kernels.triton.all_to_all.exchange", "ep_kernels.triton.symm"]
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _CONTEXT.set_forkserver_preload(
-    ["ep_kernels.group", *(_KERNELS if os.environ.get("TRITON_INTERPRET") == "1" else [])]
+    ["ep_kernels.group", *(["ep_kernels.triton.symm"] if _INTERPRETED else [])]
 )
 
 
 class Forked:
     """A process that runs ``target(pipe, *arguments)``. It tells what it has to through the pipe,
-    and ends when it is told to, or when the pipe is closed.
+    and ends when that is closed.
     """
 
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
@@ -33,9 +33,6 @@ class Forked:
         """What it tells next; raises ``EOFError`` when it has ended instead."""
         assert self._pipe.poll(deadline_s), f"process {self._process.pid} says nothing"
         return self._pipe.recv()
-
-    def tell_to_end(self) -> None:
-        self._pipe.send("end")
 
     def stop(self) -> int:
         """Its exit status, below zero for the signal that ended it."""

@@ -1,6 +1,6 @@
 """One end of lanes as a process of its own (``forked``).
 
-``run_expert`` tells its address and answers until it is told to end; ``run_router`` checks every
+``run_expert`` tells its address and answers until the pipe is closed; ``run_router`` checks every
 answer, and tells how many messages it has sent and what became of them.
 
 The "experts" compute row + logical expert, so that an answer proves which message it belongs to.
@@ -120,7 +120,7 @@ def new_router(name: str, shape: LaneShape, addresses: list[str]) -> ShmRouterPl
     return TcpRouterPlane(name, 1, shape, DIGEST)
 
 
-def until_told_to_end(pipe: Connection) -> None:
+def until_closed(pipe: Connection) -> None:
     with contextlib.suppress(EOFError):
         pipe.recv()
 
@@ -136,7 +136,7 @@ def run_expert(
     stopping = threading.Event()
 
     def follow_parent() -> None:
-        until_told_to_end(pipe)
+        until_closed(pipe)
         stopping.set()
         plane.wake()
 
@@ -204,5 +204,5 @@ def run_router(
         assert not plane.lost()
     assert plane.in_flight() == 0
     pipe.send({"sent": sent, "full": full, "stale": stale})
-    until_told_to_end(pipe)  # stay connected until the test has looked
+    until_closed(pipe)  # stay connected until the test has looked
     plane.close()

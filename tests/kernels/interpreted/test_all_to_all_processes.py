@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from typing import Any
 
+import exchange_peer
 import pytest
 from ep_kernels.shm import memory
 from ep_kernels.triton.all_to_all.end import ExchangeShape
 from ep_kernels.triton.all_to_all.inbox import Wire
-from exchange_peer import Setup, run_rank
-from forked import Forked
 
 DEADLINE_S = 170.0
 ROUTERS, EXPERTS, RING_SLOTS = 2, 3, 4
@@ -31,7 +33,7 @@ LOSS_AFTER_S = 8.0
 """How long a router waits for the rank that was killed."""
 
 
-def setup_of(phase: Any, held: contextlib.ExitStack) -> Setup:
+def setup_of(phase: Any, held: contextlib.ExitStack) -> dict[str, Any]:
     wire, back, exact, rounds, dies = phase
     shape = ExchangeShape(
         routers=ROUTERS,
@@ -53,13 +55,13 @@ def setup_of(phase: Any, held: contextlib.ExitStack) -> Setup:
     }
     for fd in fds["router"] + fds["expert"]:
         held.callback(os.close, fd)
-    return Setup(
-        shape,
-        rounds,
-        LOSS_AFTER_S if dies else DEADLINE_S,
-        dies,
-        {role: [f"/proc/{os.getpid()}/fd/{fd}" for fd in of_role] for role, of_role in fds.items()},
-    )
+    return {
+        "shape": {name: getattr(shape, name) for name in shape.__dataclass_fields__},
+        "fds": fds,
+        "rounds": rounds,
+        "deadline_s": LOSS_AFTER_S if dies else DEADLINE_S,
+        "dies": dies,
+    }
 
 
 @functools.cache
@@ -73,21 +75,29 @@ def run_ranks(of: dict[str, Any]) -> dict[str, dict[str, Any]]:
     seed = int(os.environ.get("MOEMESH_SEED", random.getrandbits(32)))
     print(f"MOEMESH_SEED={seed}")
     with contextlib.ExitStack() as held:
-        setups = [setup_of(phase, held) for phase in of.values()]
-        ranks: dict[str, Forked] = {}
+        phases = [setup_of(phase, held) for phase in of.values()]
+        fds = [fd for phase in phases for role in phase["fds"].values() for fd in role]
+        processes: dict[str, subprocess.Popen[str]] = {}
         for role, count in (("router", ROUTERS), ("expert", EXPERTS)):
             for index in range(count):
-                rank = Forked(run_rank, role, index, setups, seed + index)
-                held.callback(rank.kill)
-                ranks[f"{role}{index}"] = rank
+                setup = {"role": role, "index": index, "phases": phases, "seed": seed + index}
+                process = subprocess.Popen(
+                    [sys.executable, exchange_peer.__file__, json.dumps(setup)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    pass_fds=fds,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
+                )
+                held.callback(process.wait)
+                held.callback(process.kill)
+                processes[f"{role}{index}"] = process
         found: dict[str, Any] = {}
-        for name, rank in ranks.items():  # routers first: expert ranks serve until they are told
-            with contextlib.suppress(EOFError, ConnectionError):
-                if name.startswith("expert"):
-                    rank.tell_to_end()
-                found[name] = dict(zip(of, rank.told(DEADLINE_S), strict=True))
-            status = rank.stop()
-            assert status == (0 if name in found else -signal.SIGKILL), f"{name} failed"
+        for name, process in processes.items():  # routers first: expert ranks serve until asked
+            out, _ = process.communicate(timeout=DEADLINE_S)
+            if process.returncode != -signal.SIGKILL:
+                assert process.returncode == 0, f"{name} failed"
+                found[name] = dict(zip(of, json.loads(out), strict=True))
         return {phase: {name: told[phase] for name, told in found.items()} for phase in of}
 
 
