@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from ep_kernels.grouped_ffn import ExpertBank
 from ep_kernels.plane import ExpertPlane
-from ep_kernels.triton.device import open_device
+from ep_kernels.triton.device import Device, open_device
 
 from expert_svc.slots import SlotTable
 from expert_svc.worker import ComputeThread, Worker
@@ -17,6 +17,10 @@ from moe_model.experts import new_bank
 
 class Engine(Protocol):
     """Makes the banks of a worker's slots, and the thread that serves from such a table."""
+
+    @property
+    def device(self) -> Device | None:
+        """Where experts are computed, if not on this CPU."""
 
     def new_bank(self, num_slots: int) -> Any: ...
 
@@ -31,6 +35,8 @@ def open_engine(settings: Settings, spec: ModelSpec) -> Engine:
 
 
 class _Cpu:
+    device = None
+
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
         self._model = settings.model
         self._spec = spec
@@ -45,8 +51,8 @@ class _Cpu:
 
 class _OnDevice:
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
-        self._device = open_device(settings.expert.device)
-        self._loading = self._device.stream()
+        self.device = open_device(settings.expert.device)
+        self._loading = self.device.stream()
         self._spec = spec
 
     # Imported here: a worker on a CPU needs no Triton, and takes no time to load it.
@@ -60,11 +66,11 @@ class _OnDevice:
             spec.hidden_size,
             spec.expert_intermediate,
             top_k=spec.experts_per_token,
-            device=self._device,
+            device=self.device,
             loading=self._loading,
         )
 
     def new_worker(self, plane: ExpertPlane, table: SlotTable[Any]) -> ComputeThread[Any]:
         from expert_svc.device_worker import DeviceWorker  # noqa: PLC0415
 
-        return DeviceWorker(plane, table, self._device)
+        return DeviceWorker(plane, table, self.device)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
-from ep_kernels.triton.device import open_device
+from ep_kernels.triton.device import Device, open_device
 
 from mesh.service import CannotServe, Context, ExitCode
 from moe_model.forward import ServedModel
@@ -35,6 +35,10 @@ class Group(Protocol):
 
     pids: tuple[int, ...]
     """Those beside this one, in order of rank."""
+
+    @property
+    def device(self) -> Device | None:
+        """Where this one computes, if not on the CPU."""
 
     @property
     def heard(self) -> int:
@@ -59,6 +63,7 @@ class Group(Protocol):
 class Alone:
     """``router.tp`` = 1: no others."""
 
+    device: Device | None = None
     pids: tuple[int, ...] = ()
     heard = 0
 
@@ -88,18 +93,20 @@ class OnDevice(Alone):
     def __init__(self, ctx: Context, path: Path) -> None:
         """Raises ``DeviceUnavailable``."""
         super().__init__(ctx, path)
-        self._device = open_device(ctx.settings.router.device)
+        self.device: Device = open_device(ctx.settings.router.device)
 
     def load(self, progress: Progress) -> ServedModel:
         # Imported here: a router on a CPU needs no Triton, and takes no time to load it.
         from moe_model.device.model import load_device_model  # noqa: PLC0415
 
         weights: Literal["auto", "fp32"] = "fp32" if self._model.weights == "fp32" else "auto"
-        return load_device_model(self._path, self._device, weights=weights, progress=progress)
+        return load_device_model(self._path, self.device, weights=weights, progress=progress)
 
 
 class Several:
     """``router.tp`` > 1: a follower for each rank but 0, which is this process."""
+
+    device: Device | None = None
 
     def __init__(self, ctx: Context, path: Path, *, timeout_s: float) -> None:
         """``timeout_s``: how long a follower may take for a part before it counts as hung."""

@@ -105,7 +105,7 @@ class Router:
             on_lost=self._gateway_lost,
         )
         export_link(ctx.registry, "gateways", self._link)
-        ctx.registry.register(RouterCollector(lambda: self._engine))
+        ctx.registry.register(RouterCollector(lambda: self._engine, group.device))
         self._member = Member(
             ctx.net,
             planner_address(ctx.settings),
@@ -245,6 +245,7 @@ class Router:
                 self._shape,
                 self._digest,
                 silence_s=network.lane_silence_ms / 1000,
+                device=self._group.device,
             )
         except PlaneError as error:
             raise CannotServe(str(error)) from error

@@ -1,8 +1,9 @@
 """The data plane that a setting names; gloo, NCCL and Triton are imported where they are chosen.
 
 ``auto``, ``shm`` and ``tcp`` are one plane on a router, which takes the lanes that it is given
-addresses of; on an expert worker they differ by where it listens. Rows lie in host memory except
-with ``nccl``, where they lie on ``device``.
+addresses of; on an expert worker they differ by where it listens. Rows lie in host memory, but on
+``device`` with ``nccl``, and with ``gloo`` where its memory is the host's (``interpreter``). A
+plane's ``on_device`` says which.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from ep_kernels.tcp.router import TcpRouterPlane
 
 if TYPE_CHECKING:
     from ep_kernels.group.backend import Backend
+    from ep_kernels.triton.device import Device
 
 Choice = Literal["auto", "shm", "tcp", "gloo", "nccl", "symm"]
 
-CPU: Final = torch.device("cpu")
+_CPU: Final = torch.device("cpu")
 
 
 def router_plane(
@@ -37,10 +39,10 @@ def router_plane(
     digest: str,
     *,
     silence_s: float,
-    device: torch.device = CPU,
+    device: Device | None = None,
 ) -> ShmRouterPlane:
-    """``device``: where the router computes, and for ``nccl`` has the x of its parts and takes its
-    answers. Raises ``PlaneError``, which says what is missing.
+    """``device``: where the router computes, if not on the CPU. Raises ``PlaneError``, which says
+    what is missing.
     """
     if choice in ("gloo", "nccl"):
         backend = _backend(choice, device)
@@ -77,10 +79,10 @@ def expert_plane(
     *,
     at: Listening,
     silence_s: float,
-    device: torch.device = CPU,
+    device: Device | None = None,
 ) -> ShmExpertPlane:
-    """``device``: where the expert worker computes, and for ``nccl`` gets its arrivals. What
-    listens at a port is a ``TcpExpertPlane``. Raises ``PlaneError``, which says what is missing.
+    """``device``: where the expert worker computes, if not on the CPU. What listens at a port is a
+    ``TcpExpertPlane``. Raises ``PlaneError``, which says what is missing.
     """
     if choice in ("gloo", "nccl"):
         backend = _backend(choice, device)
@@ -103,7 +105,7 @@ def expert_plane(
     return ShmExpertPlane(expert_id, incarnation, at.path, hidden, digest, max_lanes)
 
 
-def _backend(choice: Choice, device: torch.device) -> Backend:
+def _backend(choice: Choice, device: Device | None) -> Backend:
     if not torch.distributed.is_available():
         raise PlaneError(
             f"the {choice} plane needs torch.distributed, which torch {torch.__version__} is built "
@@ -111,7 +113,9 @@ def _backend(choice: Choice, device: torch.device) -> Backend:
         )
     from ep_kernels.group.backend import GlooBackend, NcclBackend  # noqa: PLC0415 - where chosen
 
-    return NcclBackend(device) if choice == "nccl" else GlooBackend()
+    if choice == "nccl":
+        return NcclBackend(_CPU if device is None else device.place)
+    return GlooBackend(on_device=device is not None and device.place == _CPU)
 
 
 def _check_triton() -> None:

@@ -1,24 +1,32 @@
 """A mesh whose processes compute by the GPU's kernels, in Triton's interpreter, gives
-transformers' tokens, also when experts have moved from one device to another.
+transformers' tokens, also when experts have moved from one device to another, and where the rows
+of its lanes stay on the devices.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
+import urllib.request
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
 from tests.support.checkpoints import VARIANTS, write
 from tests.support.meshes import Mesh
 from tests.support.oracle import Continuation, Oracle
 
+GLOO = {"network__data_plane": "gloo", "network__listen": "127.0.0.1"}
 STEPS = 4
 TOLERANCE = 0.1
 """Of a log-probability: weights, rows and cache are bf16, and the model's head is not scaled."""
@@ -36,37 +44,53 @@ def decided(oracle: Oracle, count: int) -> list[tuple[list[int], Continuation]]:
     return found
 
 
-def check(mesh: Mesh, tokenizer: Tokenizer, prompt: list[int], wanted: Continuation) -> None:
+def check(
+    mesh: Mesh, tokenizer: Tokenizer, prompt: list[int], wanted: Continuation, steps: int = STEPS
+) -> None:
+    """The first ``STEPS`` tokens of ``steps`` are the wanted ones."""
     body: Any
     status, body = mesh.post(
         "/v1/completions",
-        {"model": "short", "prompt": prompt, "max_tokens": STEPS, "temperature": 0,
+        {"model": "short", "prompt": prompt, "max_tokens": steps, "temperature": 0,
          "logprobs": 1, "ignore_eos": True},
     )  # fmt: skip
     assert status == 200, body
     choice = body["choices"][0]
-    assert choice["text"] == tokenizer.decode(wanted.tokens, skip_special_tokens=True)
+    text = tokenizer.decode(wanted.tokens, skip_special_tokens=True)
+    assert choice["text"] == text if steps == STEPS else choice["text"].startswith(text)
     got = choice["logprobs"]["token_logprobs"]
+    assert len(got) == steps
     for step, token in enumerate(wanted.tokens):
         assert abs(got[step] - float(wanted.logprobs[step][token])) < TOLERANCE, step
 
 
 def loaded(mesh: Mesh, worker: str) -> list[dict[str, Any]]:
     """What the worker has logged of its assignments."""
-    lines = (mesh.run_dir / "logs" / f"{worker}.log").read_text().splitlines()
-    events = [json.loads(line) for line in lines if line.startswith("{")]
-    return [event for event in events if event["event"] == "slots.loaded"]
+    log = (mesh.run_dir / "logs" / f"{worker}.log").read_text()
+    return [event for event in events_of(log) if event["event"] == "slots.loaded"]
+
+
+def events_of(log: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def short(checkpoints: Path) -> Path:
+    family, config = VARIANTS["deepseek"]
+    # Keys are split by the longest context, and the interpreter runs each share's program.
+    return write(checkpoints / "short", family, config | {"max_position_embeddings": 96})
+
+
+@pytest.fixture(scope="module")
+def cases(short: Path) -> list[tuple[list[int], Continuation]]:
+    return decided(Oracle(short), 2)
 
 
 def test_experts_on_devices_give_transformers_tokens_before_and_after_a_move(
-    checkpoints: Path,
+    short: Path, cases: list[tuple[list[int], Continuation]]
 ) -> None:
-    family, config = VARIANTS["deepseek"]
-    # Keys are split by the longest context, and the interpreter runs each share's program.
-    path = write(checkpoints / "short", family, config | {"max_position_embeddings": 96})
-    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    cases = decided(Oracle(path), 2)
-    with Mesh(path, experts=2, router__device="interpreter", expert__device="interpreter") as mesh:
+    tokenizer = Tokenizer.from_file(str(short / "tokenizer.json"))
+    with Mesh(short, experts=2, router__device="interpreter", expert__device="interpreter") as mesh:
         for prompt, wanted in cases:
             check(mesh, tokenizer, prompt, wanted)
         mesh.run("drain", "expert-1")
@@ -78,6 +102,61 @@ def test_experts_on_devices_give_transformers_tokens_before_and_after_a_move(
         for prompt, wanted in cases:
             check(mesh, tokenizer, prompt, wanted)
         assert all(event["faults"] == 0 for event in loaded(mesh, "expert-0"))
+
+
+def figures(mesh: Mesh, role: str) -> dict[str, float]:
+    """Sums over the processes of a role, by metric and direction."""
+    found: dict[str, float] = defaultdict(float)
+    for member in mesh.members(role):
+        with urllib.request.urlopen(member["metrics"], timeout=10) as page:
+            for family in text_string_to_metric_families(page.read().decode()):
+                for name, labels, value, *_ in family.samples:
+                    found[name.removeprefix("moemesh_") + labels.get("direction", "")] += value
+    return found
+
+
+def test_over_a_group_plane_rows_stay_on_devices_and_a_killed_worker_costs_its_lanes_only(
+    short: Path, cases: list[tuple[list[int], Continuation]]
+) -> None:
+    tokenizer = Tokenizer.from_file(str(short / "tokenizer.json"))
+    on_devices = {"router__device": "interpreter", "expert__device": "interpreter"}
+    with Mesh(short, experts=2, **on_devices, **GLOO) as mesh:
+        before = {role: figures(mesh, role) for role in ("router", "expert")}
+        for prompt, wanted in cases:
+            check(mesh, tokenizer, prompt, wanted)
+        after = {role: figures(mesh, role) for role in ("router", "expert")}
+        router, expert = (
+            {name: value - before[role][name] for name, value in after[role].items()}
+            for role in ("router", "expert")
+        )
+        # Of all that a layer computes only ids and weights come down; then the drawn rows' logits.
+        layers, pair_bytes, logits_bytes = 2, 3 * (4 + 4), 4 * 384
+        assert router["router_tokens_total"] == sum(len(p) + STEPS - 1 for p, _ in cases)
+        assert router["router_device_copied_bytes_totaldown"] == (
+            router["router_tokens_total"] * layers * pair_bytes + len(cases) * STEPS * logits_bytes
+        )
+        assert expert["expert_tokens_total"] > 0
+        assert expert["expert_device_copied_bytes_totalup"] > 0
+        assert expert["expert_device_copied_bytes_totaldown"] == 0
+
+        pid = next(m["pid"] for m in mesh.members("expert") if m["id"] == "expert-1")
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(check, mesh, tokenizer, *cases[0], 40)
+            mesh.wait_for(lambda: figures(mesh, "router")["num_requests_running"] == 1, "it to run")
+            os.kill(pid, signal.SIGKILL)
+            running.result()
+        log = (mesh.run_dir / "logs" / "router-0.log").read_text()
+        lost = [event for event in events_of(log) if event["event"] == "lane.lost"]
+        assert {event["peer"] for event in lost} == {"expert-1"}
+
+
+@pytest.mark.parametrize(("router", "expert"), [("interpreter", "cpu"), ("cpu", "interpreter")])
+def test_over_gloo_a_device_and_a_cpu_serve_one_mesh(
+    router: str, expert: str, short: Path, cases: list[tuple[list[int], Continuation]]
+) -> None:
+    tokenizer = Tokenizer.from_file(str(short / "tokenizer.json"))
+    with Mesh(short, experts=1, router__device=router, expert__device=expert, **GLOO) as mesh:
+        check(mesh, tokenizer, *cases[0])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")

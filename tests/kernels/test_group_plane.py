@@ -94,12 +94,16 @@ def exchange(pair: Pair) -> None:
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")
 def test_a_torch_without_nccl_is_told_what_to_install():
     with pytest.raises(PlaneUnavailableError, match=r"built without: install moemesh\[gpu-cu12\]"):
+        NcclBackend(torch.device("cuda", 0))
+
+
+def test_nccl_is_refused_to_who_computes_on_no_gpu_and_the_settings_are_named():
+    refused = "computes on cpu: router.device and expert.device must both be cuda"
+    with pytest.raises(PlaneUnavailableError, match=refused):
         router_plane("nccl", "r0", 1, SHAPE, DIGEST, silence_s=3.0)
     at = Listening(host="127.0.0.1", key=KEY)
-    with pytest.raises(PlaneUnavailableError, match="needs NCCL"):
+    with pytest.raises(PlaneUnavailableError, match=refused):
         expert_plane("nccl", "e0", 1, HIDDEN, DIGEST, 4, at=at, silence_s=3.0)
-    with pytest.raises(PlaneUnavailableError, match="needs NCCL"):
-        NcclBackend(torch.device("cuda", 0))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -79,6 +79,7 @@ class GroupExpertPlane(TcpExpertPlane):
         spin_ns: int = SPIN_NS,
     ) -> None:
         self._backend = backend
+        self.on_device = backend.on_device
         self._meetings: dict[str, Meeting] = {}
         """By router; the watching thread's."""
         self._carriers: list[GroupCarrier] = []
@@ -125,7 +126,7 @@ class GroupExpertPlane(TcpExpertPlane):
         reason = ""
         try:
             meeting.groups = meet(self._backend, store, connection, deadline)
-            meeting.memory = new_memory(lay_out(offer.shape()), self._backend.device)
+            meeting.memory = new_memory(lay_out(offer.shape()), self._backend)
         except TimeoutError:
             reason = f"it took more than {self._backend.limit_s:g} s"
         except EOFError:

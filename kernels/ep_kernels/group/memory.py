@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 
+from ep_kernels.group.backend import Backend
 from ep_kernels.plane import LaneShape, Part
 from ep_kernels.shm.lane import LaneMemory, RingSlot, publish_part
 from ep_kernels.shm.layout import LaneLayout
@@ -46,18 +47,34 @@ class GroupMemory(LaneMemory):
 
 
 class DeviceMemory(GroupMemory):
-    """The same on a GPU, whose memory C neither reads nor writes."""
+    """The same on the device that computes, whose memory C neither reads nor writes. What a thread
+    sends is written by what it has queued there; the group waits for that, and the host does not.
+    """
 
     __slots__ = ()
 
     out_in_slot: ClassVar[bool] = False
 
+    def __init__(self, layout: LaneLayout, device: torch.device) -> None:
+        super().__init__(layout, device)
+        if device.type == "cuda":
+            # Other streams write here next, and know nothing of this one's zeros.
+            torch.cuda.current_stream(device).synchronize()
+
     def send(self, slot: RingSlot, part: Part, sequence: int) -> None:
-        rows = torch.from_numpy(part.block.rows).to(part.x.device)
-        slot.x.first(part.block.num_tokens).copy_(torch.index_select(part.x, 0, rows))
+        write_rows(slot, part)
         publish_part(slot, part, sequence)
 
 
-def new_memory(layout: LaneLayout, device: torch.device) -> GroupMemory:
+def write_rows(slot: RingSlot, part: Part) -> None:
+    """Queue the part's rows into its slot, both of one device."""
+    into = slot.x.first(part.block.num_tokens)
+    if part.x.dtype is into.dtype:
+        torch.index_select(part.x, 0, part.rows, out=into)
+    else:
+        into.copy_(torch.index_select(part.x, 0, part.rows))
+
+
+def new_memory(layout: LaneLayout, backend: Backend) -> GroupMemory:
     """Raises ``OSError``, ``RuntimeError``, as the classes do."""
-    return (GroupMemory if device.type == "cpu" else DeviceMemory)(layout, device)
+    return (DeviceMemory if backend.on_device else GroupMemory)(layout, backend.device)

@@ -98,6 +98,8 @@ class ShmExpertPlane:
 
     _memory: ClassVar[type[LaneMemory]] = LaneMemory
 
+    on_device: bool = False
+
     def __init__(
         self,
         expert_id: str,

@@ -94,6 +94,8 @@ class ShmRouterPlane:
 
     _memory: ClassVar[type[LaneMemory]] = LaneMemory
 
+    on_device: bool = False
+
     def __init__(
         self,
         router_id: str,

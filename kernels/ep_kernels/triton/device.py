@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from types import TracebackType
 from typing import Protocol, Self
@@ -45,6 +46,14 @@ class DeviceHung(RuntimeError):
 
     def __init__(self, device: str, waited_s: float) -> None:
         super().__init__(f"device {device!r} has not ended its work for {waited_s:g} s")
+
+
+@dataclass(slots=True)
+class Copied:
+    """Bytes of what is computed with (not of weights) that were copied between host and device."""
+
+    up: int = 0
+    down: int = 0
 
 
 class Mark(Protocol):
@@ -104,6 +113,8 @@ class Device(Protocol):
     """Where tensors that kernels take lie."""
     compiles: bool
     """Whether a kernel's first run takes seconds."""
+    copied: Copied
+    """Since start. Whoever copies counts."""
 
     def stream(self) -> Stream:
         """A new one. Any thread."""
@@ -243,6 +254,7 @@ class _Cuda:
         self.name = name
         self.place = device
         self.compiles = True
+        self.copied = Copied()
 
     def stream(self) -> Stream:
         return _CudaStream(self.place)
@@ -313,6 +325,7 @@ class _Interpreter:
         self.name = INTERPRETER
         self.place = torch.device("cpu")
         self.compiles = False
+        self.copied = Copied()
 
     def stream(self) -> Stream:
         return _HostStream()
