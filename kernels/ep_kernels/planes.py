@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
@@ -50,10 +49,10 @@ def router_plane(
 
         return GroupRouterPlane(router_id, incarnation, shape, digest, backend, silence_s=silence_s)
     if choice == "symm":
-        _check_triton()
+        computing = _check_device(device)
         from ep_kernels.triton.symm import SymmRouterPlane  # noqa: PLC0415 - the same
 
-        return SymmRouterPlane(router_id, incarnation, shape, digest)
+        return SymmRouterPlane(router_id, incarnation, shape, digest, computing)
     return TcpRouterPlane(router_id, incarnation, shape, digest, silence_s=silence_s)
 
 
@@ -93,10 +92,12 @@ def expert_plane(
             host=at.host, ports=at.ports, key=at.key, silence_s=silence_s,
         )  # fmt: skip
     if choice == "symm":
-        _check_triton()
+        computing = _check_device(device)
         from ep_kernels.triton.symm import SymmExpertPlane  # noqa: PLC0415 - the same
 
-        return SymmExpertPlane(expert_id, incarnation, at.path, hidden, digest, max_lanes)
+        return SymmExpertPlane(
+            expert_id, incarnation, at.path, hidden, digest, max_lanes, device=computing
+        )
     if at.host:
         return TcpExpertPlane(
             expert_id, incarnation, at.path, hidden, digest, max_lanes,
@@ -118,6 +119,10 @@ def _backend(choice: Choice, device: Device | None) -> Backend:
     return GlooBackend(on_device=device is not None and device.place == _CPU)
 
 
-def _check_triton() -> None:
-    if find_spec("triton") is None:
-        raise PlaneError("the symm plane needs Triton, which is not installed")
+def _check_device(device: Device | None) -> Device:
+    if device is None:
+        raise PlaneError(
+            "the symm plane's rows lie on devices, and this process computes on the CPU: "
+            "router.device and expert.device must both be cuda (or both interpreter)"
+        )
+    return device

@@ -14,12 +14,13 @@ import pytest
 import torch
 from ep_kernels.group import GlooBackend, GroupExpertPlane, GroupRouterPlane, NcclBackend
 from ep_kernels.group.backend import PlaneUnavailableError
-from ep_kernels.group.memory import DeviceMemory, GroupMemory, lay_out
+from ep_kernels.group.memory import DeviceMemory, GroupMemory
 from ep_kernels.group.rendezvous import Groups
 from ep_kernels.group.router import GroupDial
 from ep_kernels.plane import AnswerStatus, LaneShape, PairBlock, PlaneError
 from ep_kernels.planes import Listening, expert_plane, router_plane
 from ep_kernels.shm.handshake import Offer, Reply, decode, encode
+from ep_kernels.shm.layout import lay_out_apart
 from ep_kernels.tcp import handshake
 from ep_kernels.tcp.handshake import Session, read_address
 from lane_peer import CAPACITY, DIGEST, HIDDEN, KEY, RING, TOP_K, expected, part_of, serve
@@ -252,7 +253,7 @@ def test_an_opening_is_ended_by_the_planes_end(tmp_path):
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 def test_rows_that_c_cannot_reach_are_copied_by_torch(wire):
-    memory = DeviceMemory(lay_out(replace(SHAPE, wire=wire)), torch.device("cpu"))
+    memory = DeviceMemory(lay_out_apart(replace(SHAPE, wire=wire)), torch.device("cpu"))
     part, slot = replace(part_of(7), step=4, layer=2, epoch=9), memory.slots[1]
     memory.send(slot, part, 3)
     request = slot.read_request()

@@ -6,7 +6,6 @@ buffers on the back end's device, allocated once when the lane opens.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -14,18 +13,8 @@ import torch
 from ep_kernels.group.backend import Backend
 from ep_kernels.plane import LaneShape, Part
 from ep_kernels.shm.lane import LaneMemory, RingSlot, publish_part
-from ep_kernels.shm.layout import LaneLayout
-from ep_kernels.shm.layout import lay_out as lay_out_whole
+from ep_kernels.shm.layout import LaneLayout, lay_out_apart
 from ep_kernels.tcp.carrier import own_memory
-
-
-def lay_out(shape: LaneShape) -> LaneLayout:
-    """What lies in host memory. Raises ``PlaneError`` for a lane that cannot be; a lane is as large
-    as one in shared memory may be.
-    """
-    whole = lay_out_whole(shape)
-    total_bytes = whole.slots + shape.ring_slots * whole.x
-    return replace(whole, slot_bytes=whole.x, total_bytes=total_bytes)
 
 
 class GroupMemory(LaneMemory):
@@ -43,7 +32,7 @@ class GroupMemory(LaneMemory):
 
     @classmethod
     def lay_out(cls, shape: LaneShape) -> LaneLayout:
-        return lay_out(shape)
+        return lay_out_apart(shape)
 
 
 class DeviceMemory(GroupMemory):

@@ -122,6 +122,9 @@ class Device(Protocol):
     def settle(self) -> Stream:
         """A new one in which the calling thread queues all that it starts from now on."""
 
+    def mark(self) -> Mark:
+        """Behind what the calling thread has queued so far."""
+
     def graphs(self) -> Graphs: ...
 
     def pinned(self, nbytes: int) -> torch.Tensor:
@@ -262,6 +265,11 @@ class _Cuda:
     def settle(self) -> Stream:
         return _CudaStream(self.place).__enter__()
 
+    def mark(self) -> Mark:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.place))
+        return _CudaMark(event)
+
     def graphs(self) -> Graphs:
         return _CudaGraphs()
 
@@ -332,6 +340,9 @@ class _Interpreter:
 
     def settle(self) -> Stream:
         return _HostStream().__enter__()
+
+    def mark(self) -> Mark:
+        return _PASSED
 
     def graphs(self) -> Graphs:
         return _HostGraphs()
