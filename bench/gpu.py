@@ -40,6 +40,8 @@ SECTIONS = {
     "rows": "gpu_mesh",
     "sampling": "gpu_mesh",
     "mesh": "gpu_serve",
+    "mesh, symm": "gpu_serve",
+    "mesh, nccl": "gpu_serve",
 }
 """Each section's module, in the order in which they run. The parent imports none of them."""
 SECTION_SECONDS = 100.0

@@ -1,12 +1,18 @@
 """A whole mesh with its routers and experts on the card: its tokens are the CPU's, then its rate.
 
+Over each plane: rows through host memory (``mesh``), in memory that the processes' devices share,
+where a worker is killed as well (``mesh, symm``), and through NCCL (``mesh, nccl``), which wants a
+GPU for the routers and another for the expert workers.
+
 Needs moemesh installed beside torch and Triton (``pip install '.[gpu-cu13]'``). The model is the
 one that ships with the repository; ``MOEMESH_BENCH_MODEL`` names another checkpoint.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,9 +36,31 @@ TEXTS = (
 )
 STEPS = 24
 RATE_CLIENTS, RATE_TOKENS = 32, 64
+KILLED_AFTER_S = 0.3
 
 
 def mesh(meter: Meter, device: str = "cuda") -> None:
+    _serve(meter, "mesh", {"router__device": device, "expert__device": device})
+
+
+def over_symm(meter: Meter, device: str = "cuda") -> None:
+    settings = {"router__device": device, "expert__device": device}
+    _serve(meter, "mesh, symm", settings | {"network__data_plane": "symm"}, kill=True)
+
+
+def over_nccl(meter: Meter) -> None:
+    import torch  # noqa: PLC0415 - is there where this runs
+
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        meter.row("mesh, nccl", "not tried: it wants two GPUs", gpus, "GPUs")
+        return
+    settings = {"router__device": "cuda:0", "expert__device": "cuda:1"}
+    lanes = {"network__data_plane": "nccl", "network__listen": "127.0.0.1"}
+    _serve(meter, "mesh, nccl", settings | lanes, kill=True)
+
+
+def _serve(meter: Meter, section: str, settings: dict[str, str], *, kill: bool = False) -> None:
     sys.path.insert(0, str(ROOT))
     from tokenizers import Tokenizer  # noqa: PLC0415
 
@@ -43,15 +71,36 @@ def mesh(meter: Meter, device: str = "cuda") -> None:
     reference = ReferenceModel(path)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     prompts = [list(tokenizer.encode(text).ids) for text in TEXTS]
-    with Mesh(path, experts=2, router__device=device, expert__device=device) as running:
+    with Mesh(path, experts=2, **settings) as running:
         worst = max(_off(running, reference, path.name, prompt) for prompt in prompts)
         if worst > TOLERANCE:
             raise ValueError(f"log-probabilities are off by {worst:.3f}, allowed {TOLERANCE}")
         check = f"log-probabilities {worst:.0e}"
         alone = _rate(running, path.name, 1)
-        meter.row("mesh", "decode, one stream", alone, "tokens/s", check=check)
+        meter.row(section, "decode, one stream", alone, "tokens/s", check=check)
         many = _rate(running, path.name, RATE_CLIENTS)
-        meter.row("mesh", f"decode, {RATE_CLIENTS} streams", many, "tokens/s", check=check)
+        meter.row(section, f"decode, {RATE_CLIENTS} streams", many, "tokens/s", check=check)
+        if not kill:
+            return
+        pid = next(m["pid"] for m in running.members("expert") if m["id"] == "expert-1")
+        with ThreadPoolExecutor(1) as pool:
+            under_way = pool.submit(_rate, running, path.name, RATE_CLIENTS)
+            time.sleep(KILLED_AFTER_S)
+            os.kill(pid, signal.SIGKILL)
+            rate = under_way.result()
+        worst = max(_off(running, reference, path.name, prompt) for prompt in prompts)
+        if worst > TOLERANCE:
+            raise ValueError(f"after a death log-probabilities are off by {worst:.3f}")
+        log = (running.run_dir / "logs" / "router-0.log").read_text()
+        lost = {line["peer"] for line in map(_event, log.splitlines()) if "lost" in line["event"]}
+        if lost != {"expert-1"}:
+            raise ValueError(f"lanes lost to {sorted(lost)}, and expert-1 was killed")
+        what = f"decode, {RATE_CLIENTS} streams, a worker killed meanwhile"
+        meter.row(section, what, rate, "tokens/s", check=f"log-probabilities {worst:.0e}")
+
+
+def _event(line: str) -> dict[str, str]:
+    return {"event": "", **json.loads(line)} if line.startswith("{") else {"event": ""}
 
 
 def _ask(running: Mesh, model: str, prompt: list[int], **options: Any) -> dict[str, Any]:
@@ -93,4 +142,4 @@ def _rate(running: Mesh, model: str, clients: int) -> float:
     return clients * RATE_TOKENS / (time.perf_counter() - began)
 
 
-SECTIONS = {"mesh": mesh}
+SECTIONS = {"mesh": mesh, "mesh, symm": over_symm, "mesh, nccl": over_nccl}

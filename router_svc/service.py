@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from ep_kernels.plane import LaneShape, PlaneError
-from ep_kernels.planes import router_plane
+from ep_kernels.planes import check_plane, router_plane
 from ep_kernels.shm.layout import lay_out
 from ep_kernels.triton.device import DeviceUnavailable
 
@@ -481,6 +481,10 @@ async def main(ctx: Context) -> None:
     # Impossible settings must show before gigabytes of weights have been read.
     shape, group = lane_shape(ctx.settings, spec), router_group(ctx, path, spec)
     check_cache(ctx, spec)
+    try:
+        check_plane(ctx.settings.network.data_plane, group.device)
+    except PlaneError as error:
+        raise CannotServe(str(error)) from error
     router = Router(ctx, spec, digest, group, shape)
     try:
         await group.start()

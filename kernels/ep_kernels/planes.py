@@ -2,8 +2,8 @@
 
 ``auto``, ``shm`` and ``tcp`` are one plane on a router, which takes the lanes that it is given
 addresses of; on an expert worker they differ by where it listens. Rows lie in host memory, but on
-``device`` with ``nccl``, and with ``gloo`` where its memory is the host's (``interpreter``). A
-plane's ``on_device`` says which.
+``device`` with ``nccl`` and ``symm``, and with ``gloo`` where its memory is the host's
+(``interpreter``). A plane's ``on_device`` says which.
 """
 
 from __future__ import annotations
@@ -28,6 +28,14 @@ if TYPE_CHECKING:
 Choice = Literal["auto", "shm", "tcp", "gloo", "nccl", "symm"]
 
 _CPU: Final = torch.device("cpu")
+
+
+def check_plane(choice: Choice, device: Device | None) -> None:
+    """Raises ``PlaneError`` where this process cannot have the plane; says what is missing."""
+    if choice in ("gloo", "nccl"):
+        _backend(choice, device)
+    elif choice == "symm":
+        _check_device(device)
 
 
 def router_plane(

@@ -27,6 +27,7 @@ from tests.support.meshes import Mesh
 from tests.support.oracle import Continuation, Oracle
 
 GLOO = {"network__data_plane": "gloo", "network__listen": "127.0.0.1"}
+SYMM = {"network__data_plane": "symm"}
 STEPS = 4
 TOLERANCE = 0.1
 """Of a log-probability: weights, rows and cache are bf16, and the model's head is not scaled."""
@@ -115,12 +116,13 @@ def figures(mesh: Mesh, role: str) -> dict[str, float]:
     return found
 
 
-def test_over_a_group_plane_rows_stay_on_devices_and_a_killed_worker_costs_its_lanes_only(
-    short: Path, cases: list[tuple[list[int], Continuation]]
+@pytest.mark.parametrize("plane", [GLOO, SYMM], ids=lambda plane: plane["network__data_plane"])
+def test_rows_stay_on_devices_and_a_killed_worker_costs_its_lanes_only(
+    plane: dict[str, str], short: Path, cases: list[tuple[list[int], Continuation]]
 ) -> None:
     tokenizer = Tokenizer.from_file(str(short / "tokenizer.json"))
     on_devices = {"router__device": "interpreter", "expert__device": "interpreter"}
-    with Mesh(short, experts=2, **on_devices, **GLOO) as mesh:
+    with Mesh(short, experts=2, **on_devices, **plane) as mesh:
         before = {role: figures(mesh, role) for role in ("router", "expert")}
         for prompt, wanted in cases:
             check(mesh, tokenizer, prompt, wanted)
@@ -174,3 +176,20 @@ def test_a_service_whose_device_is_not_there_ends_at_start_and_says_so(
     last = json.loads((done.stdout + done.stderr).strip().splitlines()[-1])
     assert last["event"] == "service.cannot_serve"
     assert last["reason"].startswith("device 'cuda' cannot be used: torch")
+
+
+@pytest.mark.parametrize(("role", "plane"), [("router", "nccl"), ("expert", "symm")])
+def test_a_plane_of_devices_is_refused_to_a_service_on_the_cpu_and_the_settings_are_named(
+    role: str, plane: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", f"{role}_svc", "--id", f"{role}-0"]
+    settings = [f"mesh.run_dir={tmp_path}", f"network.data_plane={plane}", "logs.format=json"]
+    done = subprocess.run(
+        [*command, *(word for one in settings for word in ("--set", one))],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    last = json.loads((done.stdout + done.stderr).strip().splitlines()[-1])
+    assert last["event"] == "service.cannot_serve"
+    assert f"the {plane} plane" in last["reason"]
+    assert "router.device and expert.device must both be cuda" in last["reason"]
