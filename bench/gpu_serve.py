@@ -5,7 +5,7 @@ where a worker is killed as well (``mesh, symm``), and through NCCL (``mesh, ncc
 GPU for the routers and another for the expert workers.
 
 Needs moemesh installed beside torch and Triton (``pip install '.[gpu-cu13]'``). The model is the
-one that ships with the repository; ``MOEMESH_BENCH_MODEL`` names another checkpoint.
+one that ships with the repository; ``BENCH_MODEL`` names another checkpoint.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _serve(meter: Meter, section: str, settings: dict[str, str], *, kill: bool =
     from moe_model.reference import ReferenceModel  # noqa: PLC0415  (needs the installation)
     from tests.support.meshes import Mesh  # noqa: PLC0415
 
-    path = Path(os.environ.get("MOEMESH_BENCH_MODEL", ROOT / "demo" / "model"))
+    path = Path(os.environ.get("BENCH_MODEL", ROOT / "demo" / "model"))
     reference = ReferenceModel(path)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     prompts = [list(tokenizer.encode(text).ids) for text in TEXTS]
