@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import subprocess
@@ -146,6 +147,32 @@ def test_a_plane_of_the_other_kind_and_a_wire_it_does_not_carry_are_refused(tmp_
             SymmMemory.lay_out(LaneShape(7168, 8, 1 << 16, 4))
         with pytest.raises(PlaneError, match="at least 1"):
             SymmMemory.lay_out(LaneShape(7168, 8, 0, 4))
+
+
+def test_what_is_in_hand_outlives_its_lane_and_then_nothing_is_left(tmp_path):
+    def left():
+        maps = Path("/proc/self/maps").read_text()
+        return len(list(Path("/proc/self/fd").iterdir())), maps.count("memfd:moemesh")
+
+    device()
+    gc.collect()
+    before = left()
+    with Pair(tmp_path) as pair:
+        part = part_of(3)
+        pair.router.try_send("e0", part)
+        [arrival] = pair.collect(pair.expert)
+        pair.expert.answer(arrival, serve(arrival), 7, 0)
+        [answer] = pair.collect(pair.router)
+        pair.router.connect("e0", pair.path, 5, DEADLINE_S)  # in place of the first
+        pair.router.try_send("e0", part_of(5))
+        [other] = pair.collect(pair.expert)
+        pair.expert.answer(other, serve(other), 7, 0)
+        assert len(pair.collect(pair.router)) == 1
+    torch.testing.assert_close(answer.out, expected(part, exact=False))
+    assert torch.equal(arrival.x, part.x[torch.from_numpy(part.block.rows)])
+    del pair, arrival, answer, other
+    gc.collect()
+    assert left() == before
 
 
 def test_expert_workers_in_processes_of_their_own_and_what_a_killed_one_costs(tmp_path):
