@@ -119,6 +119,27 @@ def test_gloo_carries_no_memory_of_a_gpu():
         GlooBackend(torch.device("cuda", 0))
 
 
+def test_two_processes_on_one_device_are_told_so_where_the_back_end_cannot_join_them(pair):
+    def backend(device):
+        made = GlooBackend()
+        made.alone_on = device
+        return made
+
+    expert = GroupExpertPlane(
+        "e1", 5, HIDDEN, DIGEST, backend=backend("GPU-1"), host="127.0.0.1", key=KEY
+    )
+    address = f"gloo://127.0.0.1:{expert.port}#{KEY.hex()}"
+    router = GroupRouterPlane("r0", 1, SHAPE, DIGEST, backend("GPU-1"))
+    with pytest.raises(PlaneError, match="must name two GPUs, or"):
+        router.connect("e1", address, 5, DEADLINE_S)
+    router.close()
+    router = GroupRouterPlane("r0", 1, SHAPE, DIGEST, backend("GPU-2"))
+    router.connect("e1", address, 5, DEADLINE_S)
+    assert router.peers() == {"e1": 5}
+    router.close()
+    expert.close()
+
+
 def test_an_address_of_another_carrier_is_refused(pair):
     port = pair.expert.port
     with pytest.raises(PlaneError, match=r"is gloo://HOST:PORT#KEY .* not tcp://127\.0\.0\.1"):

@@ -52,6 +52,10 @@ class Backend(Protocol):
         """Whether that is the device which this process computes on; see ``RouterPlane``."""
 
     @property
+    def alone_on(self) -> str:
+        """Names the device if one process of a lane must have it for itself; else empty."""
+
+    @property
     def limit_s(self) -> float:
         """Opening a lane takes no longer."""
 
@@ -78,6 +82,7 @@ class GlooBackend:
     """
 
     name: Final = "gloo"
+    alone_on: str = ""
     limit_s: Final = 10.0
 
     def __init__(self, device: torch.device | None = None, *, on_device: bool = False) -> None:
@@ -147,6 +152,10 @@ class NcclBackend:
             raise PlaneUnavailableError("the nccl plane needs a GPU, and torch sees none")
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
+        # It has no types. NCCL takes two ranks on one GPU from 2.30 on.
+        shares = torch.cuda.nccl.version() >= (2, 30)  # type: ignore[no-untyped-call]
+        uuid = torch.cuda.get_device_properties(self.device).uuid
+        self.alone_on = "" if shares else str(uuid)
         os.environ.update(_QUIET_NCCL)
 
     def make(self, store: Store, rank: int, host: str, timeout_s: float) -> Any:  # noqa: ARG002

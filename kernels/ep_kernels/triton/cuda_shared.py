@@ -26,6 +26,8 @@ from ep_kernels.triton.foreign import tensor_at
 
 _log = logging.getLogger(__name__)
 
+LIBRARY = "libcuda.so.1"
+
 _PINNED: Final = 1
 _DEVICE: Final = 1
 _AS_FD: Final = 1
@@ -79,7 +81,7 @@ class _Driver:
 
     def __init__(self) -> None:
         try:
-            self._library = ctypes.CDLL("libcuda.so.1")
+            self._library = ctypes.CDLL(LIBRARY)
             for name, arguments in _FUNCTIONS.items():
                 function = getattr(self._library, name)
                 function.restype = ctypes.c_int
