@@ -89,11 +89,12 @@ class Engine:
         changed: Callable[[], None],
         log: FilteringBoundLogger,
         reach: Reach,
+        near: str = "shm",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``deliver`` gets each step's results and ``changed`` is called when ``state.unserved`` or
         ``state.epoch`` changed, both on the compute thread: they must hand over and return.
-        ``exact`` must be that of the model and the lanes.
+        ``exact`` must be that of the model and the lanes. ``reach`` and ``near``: see ``Lanes``.
         """
         spec = model.spec
         self._model = model
@@ -112,7 +113,7 @@ class Engine:
         self._new_view: View | None = None
         self._stopping = False
         self._results = Results(0)
-        self._lanes = Lanes(plane, clock, log, reach)
+        self._lanes = Lanes(plane, clock, log, reach, near)
         self._view: View | None = None
         self._unserved = EngineState().unserved
         self._experts = MeshExperts(

@@ -258,6 +258,7 @@ class Router:
             changed=lambda: self._in_loop(self._engine_changed),
             log=ctx.log,
             reach=reach(network.data_plane, host_id(ctx.settings)),
+            near="symm" if network.data_plane == "symm" else "shm",
         )
 
     def _load_progress(self, share: float) -> None:

@@ -26,7 +26,12 @@ from tests.support.checkpoints import VARIANTS, write
 from tests.support.meshes import Mesh
 from tests.support.oracle import Continuation, Oracle
 
-GLOO = {"network__data_plane": "gloo", "network__listen": "127.0.0.1"}
+GLOO = {
+    "network__data_plane": "gloo",
+    "network__listen": "127.0.0.1",
+    # Deaths show by the connection; who interprets kernels on a busy machine is not dead.
+    "network__lane_silence_ms": "20000",
+}
 SYMM = {"network__data_plane": "symm"}
 STEPS = 4
 TOLERANCE = 0.1
@@ -123,6 +128,8 @@ def test_rows_stay_on_devices_and_a_killed_worker_costs_its_lanes_only(
     tokenizer = Tokenizer.from_file(str(short / "tokenizer.json"))
     on_devices = {"router__device": "interpreter", "expert__device": "interpreter"}
     with Mesh(short, experts=2, **on_devices, **plane) as mesh:
+        opened = f'"over":"{plane["network__data_plane"]}"'
+        assert (mesh.run_dir / "logs" / "router-0.log").read_text().count(opened) == 2
         before = {role: figures(mesh, role) for role in ("router", "expert")}
         for prompt, wanted in cases:
             check(mesh, tokenizer, prompt, wanted)
