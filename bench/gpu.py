@@ -42,6 +42,8 @@ SECTIONS = {
     "mesh": "gpu_serve",
     "mesh FP8": "gpu_serve",
     "mesh TP": "gpu_serve",
+    "mesh, symm": "gpu_serve",
+    "mesh, nccl": "gpu_serve",
 }
 """Each section's module, in the order in which they run. The parent imports none of them."""
 SECTION_SECONDS = 100.0

@@ -1,13 +1,19 @@
 """A whole mesh with its routers and experts on the card: its tokens are the CPU's, then its rate.
 So with experts in FP8, and with routers of two cards where there are two.
 
+Over each plane: rows through host memory (``mesh``), in memory that the processes' devices share,
+where a worker is killed as well (``mesh, symm``), and through NCCL (``mesh, nccl``), which wants a
+GPU for the routers and another for the expert workers.
+
 Needs moemesh installed beside torch and Triton (``pip install '.[gpu-cu13]'``). The model is the
-one that ships with the repository; ``MOEMESH_BENCH_MODEL`` names another checkpoint.
+one that ships with the repository; ``BENCH_MODEL`` names another checkpoint.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -24,7 +30,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 # Taken out: the mesh's processes refuse a variable of that kind that names no setting.
-MODEL = Path(os.environ.pop("MOEMESH_BENCH_MODEL", ROOT / "demo" / "model"))
+MODEL = Path(os.environ.get("BENCH_MODEL", ROOT / "demo" / "model"))
 TOLERANCE = 0.15
 """Of a log-probability of running text, for rows and cache in bf16. Of tokens that surprise the
 model it would have to be several times as much.
@@ -40,10 +46,11 @@ TEXTS = (
 )
 STEPS = 24
 RATE_CLIENTS, RATE_TOKENS = 32, 64
+KILLED_AFTER_S = 0.3
 
 
 def mesh(meter: Meter, device: str = "cuda") -> None:
-    """Experts in bf16."""
+    """Experts in bf16, rows through host memory."""
     from moe_model.reference import ReferenceModel  # noqa: PLC0415  (needs the installation)
 
     path = MODEL
@@ -71,6 +78,33 @@ def mesh_tp(meter: Meter, device: str = "cuda") -> None:
     _serve(meter, "mesh TP", path, ReferenceModel(path), device, router__tp=2)
 
 
+def over_symm(meter: Meter, device: str = "cuda") -> None:
+    from moe_model.reference import ReferenceModel  # noqa: PLC0415
+
+    reference = ReferenceModel(MODEL)
+    _serve(meter, "mesh, symm", MODEL, reference, device, kill=True, network__data_plane="symm")
+
+
+def over_nccl(meter: Meter) -> None:
+    from moe_model.reference import ReferenceModel  # noqa: PLC0415
+
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        meter.row("mesh, nccl", "not tried: it wants two GPUs", gpus, "GPUs")
+        return
+    _serve(
+        meter,
+        "mesh, nccl",
+        MODEL,
+        ReferenceModel(MODEL),
+        "cuda:0",
+        kill=True,
+        expert__device="cuda:1",
+        network__data_plane="nccl",
+        network__listen="127.0.0.1",
+    )
+
+
 def _serve(
     meter: Meter,
     section: str,
@@ -78,9 +112,13 @@ def _serve(
     reference: Any,
     device: str,
     tolerance: float = TOLERANCE,
+    *,
+    kill: bool = False,
     **settings: Any,
 ) -> None:
-    """Start a mesh, compare its tokens with the reference's, and measure its rate."""
+    """Start a mesh, compare its tokens with the reference's, and measure its rate; with ``kill``
+    once more while a worker is killed.
+    """
     sys.path.insert(0, str(ROOT))
     from tokenizers import Tokenizer  # noqa: PLC0415
 
@@ -88,7 +126,7 @@ def _serve(
 
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     prompts = [list(tokenizer.encode(text).ids) for text in TEXTS]
-    settings |= {"router__device": device, "expert__device": device}
+    settings = {"router__device": device, "expert__device": device} | settings
     with Mesh(path, experts=2, **settings) as running:
         worst = max(_off(running, reference, path.name, one, tolerance) for one in prompts)
         if worst > tolerance:
@@ -98,6 +136,27 @@ def _serve(
         meter.row(section, "decode, one stream", alone, "tokens/s", check=check)
         many = _rate(running, path.name, RATE_CLIENTS)
         meter.row(section, f"decode, {RATE_CLIENTS} streams", many, "tokens/s", check=check)
+        if not kill:
+            return
+        pid = next(m["pid"] for m in running.members("expert") if m["id"] == "expert-1")
+        with ThreadPoolExecutor(1) as pool:
+            under_way = pool.submit(_rate, running, path.name, RATE_CLIENTS)
+            time.sleep(KILLED_AFTER_S)
+            os.kill(pid, signal.SIGKILL)
+            rate = under_way.result()
+        worst = max(_off(running, reference, path.name, one, tolerance) for one in prompts)
+        if worst > tolerance:
+            raise ValueError(f"after a death log-probabilities are off by {worst:.3f}")
+        log = (running.run_dir / "logs" / "router-0.log").read_text()
+        lost = {line["peer"] for line in map(_event, log.splitlines()) if "lost" in line["event"]}
+        if lost != {"expert-1"}:
+            raise ValueError(f"lanes lost to {sorted(lost)}, and expert-1 was killed")
+        what = f"decode, {RATE_CLIENTS} streams, a worker killed meanwhile"
+        meter.row(section, what, rate, "tokens/s", check=f"log-probabilities {worst:.0e}")
+
+
+def _event(line: str) -> dict[str, str]:
+    return {"event": "", **json.loads(line)} if line.startswith("{") else {"event": ""}
 
 
 def _ask(running: Mesh, model: str, prompt: list[int], **options: Any) -> dict[str, Any]:
@@ -139,4 +198,10 @@ def _rate(running: Mesh, model: str, clients: int) -> float:
     return clients * RATE_TOKENS / (time.perf_counter() - began)
 
 
-SECTIONS = {"mesh": mesh, "mesh FP8": mesh_fp8, "mesh TP": mesh_tp}
+SECTIONS = {
+    "mesh": mesh,
+    "mesh FP8": mesh_fp8,
+    "mesh TP": mesh_tp,
+    "mesh, symm": over_symm,
+    "mesh, nccl": over_nccl,
+}

@@ -256,27 +256,51 @@ def _planes(machine: Machine, settings: Settings) -> Iterator[Finding]:
             chosen=chosen == "gloo",
         )
     if "nccl" in machine.planes:
-        yield _nccl(machine, torch, chosen=chosen == "nccl")
+        yield _nccl(machine, torch, settings, chosen=chosen == "nccl")
     if "symm" in machine.planes:
-        yield _plane(
-            "lanes in symmetric memory",
-            "" if "triton" in machine.packages else "Triton is not installed",
-            "in Triton's interpreter (TRITON_INTERPRET=1) on this host, where they are chosen",
-            f"pip install 'moemesh[{_extra(machine)}]'" if machine.driver else "pip install triton",
-            chosen=chosen == "symm",
-        )
+        yield _symm(machine, settings, chosen=chosen == "symm")
 
 
-def _nccl(machine: Machine, torch: Torch, *, chosen: bool) -> Finding:
-    about, advice = "lanes over NCCL", ""
-    if torch.nccl:
-        # ``ep_kernels.planes`` takes a device for it, which no service passes.
-        why = f"NCCL {torch.nccl} is here, and services hand rows over in host memory so far"
-    elif torch.gpus:
-        why, advice = "torch has no NCCL", f"pip install 'moemesh[{_extra(machine)}]'"
-    else:
-        why = "torch sees no GPU" if machine.driver else "no GPU"
-    return _plane(about, why, "", advice, chosen=chosen)
+def _nccl(machine: Machine, torch: Torch, settings: Settings, *, chosen: bool) -> Finding:
+    why = advice = ""
+    found = f"NCCL {torch.nccl}, where they are chosen; no card has tried them"
+    if not torch.nccl:
+        if torch.gpus:
+            why, advice = "torch has no NCCL", f"pip install 'moemesh[{_extra(machine)}]'"
+        else:
+            why = "torch sees no GPU" if machine.driver else "no GPU"
+    elif elsewhere := _not_on(("cuda",), settings):
+        why, advice = f"they join GPUs, and {elsewhere}", _ON_CUDA
+    elif len(torch.gpus) == 1:
+        found += "; not between two processes on one GPU, and here is one"
+    return _plane("lanes over NCCL", why, found, advice, chosen=chosen)
+
+
+def _symm(machine: Machine, settings: Settings, *, chosen: bool) -> Finding:
+    why = advice = ""
+    found = "on this host, where they are chosen; no card has tried them"
+    if "triton" not in machine.packages:
+        why = "Triton is not installed"
+        extra = f"'moemesh[{_extra(machine)}]'" if machine.driver else "triton"
+        advice = f"pip install {extra}"
+    elif elsewhere := _not_on(("cuda", "interpreter"), settings):
+        why, advice = f"they join devices, and {elsewhere}", _ON_CUDA
+    return _plane("lanes in symmetric memory", why, found, advice, chosen=chosen)
+
+
+_ON_CUDA = "router.device = cuda and expert.device = cuda"
+
+
+def _not_on(kinds: tuple[str, ...], settings: Settings) -> str:
+    """Which roles compute elsewhere than on one of the kinds of devices, both on the same; or
+    nothing.
+    """
+    devices = {"router.device": settings.router.device, "expert.device": settings.expert.device}
+    found = {key: device.partition(":")[0] for key, device in devices.items()}
+    wrong = [f"{key} = {devices[key]}" for key, kind in found.items() if kind not in kinds]
+    if not wrong and len(set(found.values())) > 1:
+        wrong = [f"{key} = {device}" for key, device in devices.items()]
+    return " and ".join(wrong)
 
 
 def _plane(about: str, why_not: str, found: str, advice: str, *, chosen: bool) -> Finding:

@@ -2,7 +2,8 @@
 
 Parts are checked and sent up while their slots are locked; a later change of the slots does not
 reach them. While batches are under way the thread goes round: it takes arrivals, sends the next
-batch up as soon as there is room, and publishes what has come down.
+batch up as soon as there is room, and publishes what has come down. Where a plane's rows lie on the
+device they stay there, and only pairs go up.
 """
 
 from __future__ import annotations
@@ -124,6 +125,7 @@ class DeviceWorker(ComputeThread[DeviceBank]):
                 np.concatenate([p.pair_token + f for p, f in zip(valid, firsts, strict=True)]),
                 np.concatenate([part.pair_slot for part in valid]),
                 np.concatenate([part.pair_weight for part in valid]),
+                [part.out for part in valid] if self._plane.on_device else None,
             )
         self._under_way.append(_Batch(valid, flight, began))
         self.tally.calls += 1
@@ -132,8 +134,9 @@ class DeviceWorker(ComputeThread[DeviceBank]):
         flight, parts = batch.flight, batch.parts
         took_ns = perf_counter_ns() - batch.began_ns
         sizes = [part.x.shape[0] for part in parts]
-        for part, rows in zip(parts, torch.split_with_sizes(flight.rows, sizes), strict=True):
-            part.out.copy_(rows)
+        if not self._plane.on_device:
+            for part, rows in zip(parts, torch.split_with_sizes(flight.rows, sizes), strict=True):
+                part.out.copy_(rows)
         self._flights.end(flight)
         tokens = max(1, sum(sizes))
         for part, size in zip(parts, sizes, strict=True):

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from ep_kernels.grouped_ffn import ExpertBank
 from ep_kernels.plane import ExpertPlane
-from ep_kernels.triton.device import DeviceUnavailable, open_device
+from ep_kernels.triton.device import Device, DeviceUnavailable, open_device
 
 from expert_svc.slots import SlotTable
 from expert_svc.worker import ComputeThread, Worker
@@ -20,6 +20,10 @@ from moe_model.fp8 import experts_fault, refuse_on_cpu, serves_fp8
 
 class Engine(Protocol):
     """Makes the banks of a worker's slots, and the thread that serves from such a table."""
+
+    @property
+    def device(self) -> Device | None:
+        """Where experts are computed, if not on this CPU."""
 
     def new_bank(self, num_slots: int) -> Any: ...
 
@@ -37,6 +41,8 @@ def open_engine(settings: Settings, path: Path, spec: ModelSpec) -> Engine:
 
 
 class _Cpu:
+    device = None
+
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
         self._model = settings.model
         self._spec = spec
@@ -55,10 +61,10 @@ class _OnDevice:
         self._fp8 = serves_fp8(spec, chosen)
         if self._fp8 and (fault := experts_fault(spec)):
             raise CannotServe(f"expert.weights = {chosen!r}: {fault}; bf16 takes any")
-        self._device = open_device(settings.expert.device)
+        self.device = open_device(settings.expert.device)
         if self._fp8:
             self._check_fp8()
-        self._loading = self._device.stream()
+        self._loading = self.device.stream()
         self._spec = spec
 
     # Imported here: a worker on a CPU needs no Triton, and takes no time to load it.
@@ -70,10 +76,10 @@ class _OnDevice:
         )
 
         try:
-            fp8_architecture_of(self._device.place)
+            fp8_architecture_of(self.device.place)
         except UnsupportedArchitecture as error:
             lacks = f"FP8 ({error}); expert.weights = 'bf16' needs none"
-            raise DeviceUnavailable(self._device.name, lacks) from error
+            raise DeviceUnavailable(self.device.name, lacks) from error
 
     def new_bank(self, num_slots: int) -> Any:
         from ep_kernels.triton.bank import DeviceBank, Fp8Bank  # noqa: PLC0415
@@ -84,11 +90,11 @@ class _OnDevice:
             spec.hidden_size,
             spec.expert_intermediate,
             top_k=spec.experts_per_token,
-            device=self._device,
+            device=self.device,
             loading=self._loading,
         )
 
     def new_worker(self, plane: ExpertPlane, table: SlotTable[Any]) -> ComputeThread[Any]:
         from expert_svc.device_worker import DeviceWorker  # noqa: PLC0415
 
-        return DeviceWorker(plane, table, self._device)
+        return DeviceWorker(plane, table, self.device)

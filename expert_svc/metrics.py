@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, get_args
 
+from ep_kernels.triton.device import Device
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -26,11 +27,18 @@ _COUNTERS = {
 
 
 class ExpertCollector(Collector):
-    """Figures of one worker, its slots and bundles; no label per layer or expert."""
+    """Figures of one worker, its slots and bundles; no label per layer or expert. ``device``: where
+    it computes, if not on the CPU.
+    """
 
     def __init__(
-        self, worker: ComputeThread[Any], table: SlotTable[Any], bundles: BundleServer
+        self,
+        worker: ComputeThread[Any],
+        table: SlotTable[Any],
+        bundles: BundleServer,
+        device: Device | None = None,
     ) -> None:
+        self._device = device
         self._worker = worker
         self._table = table
         self._bundles = bundles
@@ -66,6 +74,15 @@ class ExpertCollector(Collector):
         for label, ns in zip(self._worker.layers.labels, self._worker.layer_ffn_ns, strict=True):
             layers.add_metric([label], ns / 1e9)
         yield layers
+        copied = CounterMetricFamily(
+            f"{PREFIX}_expert_device_copied_bytes",
+            "Rows and pairs copied between the host and the worker's device.",
+            labels=["direction"],
+        )
+        for direction in ("up", "down"):
+            count = 0 if self._device is None else getattr(self._device.copied, direction)
+            copied.add_metric([direction], count)
+        yield copied
         yield from self._loading()
         yield self._slots()
         yield GaugeMetricFamily(

@@ -23,7 +23,7 @@ from ep_kernels.plane import ExpertPlane, PlaneError
 from ep_kernels.planes import Listening, expert_plane
 from ep_kernels.tcp.expert import TcpExpertPlane
 from ep_kernels.tcp.handshake import new_key
-from ep_kernels.triton.device import DeviceUnavailable
+from ep_kernels.triton.device import Device, DeviceUnavailable
 
 from expert_svc.bundles import BundleClient, BundleServer
 from expert_svc.engines import Engine, open_engine
@@ -372,7 +372,7 @@ async def main(ctx: Context) -> None:
             )
             engine = open_engine(settings, path, spec)
             table = _open_table(ctx, path, spec, engine, BundleClient(ctx.net).fetch, stack)
-            plane, lanes = _open_lanes(ctx, spec.hidden_size, digest)
+            plane, lanes = _open_lanes(ctx, spec.hidden_size, digest, engine.device)
         except (CheckpointError, PlaneError, DeviceUnavailable) as error:
             raise CannotServe(str(error)) from error
         stack.callback(plane.close)
@@ -387,7 +387,7 @@ async def main(ctx: Context) -> None:
         )
         expert.bundles = advertised(settings, server.link.address)
         export_link(ctx.registry, "bundles", server.link)
-        ctx.registry.register(ExpertCollector(worker, table, server))
+        ctx.registry.register(ExpertCollector(worker, table, server, engine.device))
         async with Supervisor(ctx.log, quiet=(RefusedByPlanner,)) as actors:
             actors.start("expert.compute", expert.compute)
             actors.start("expert.load", expert.load)
@@ -397,7 +397,9 @@ async def main(ctx: Context) -> None:
             await ctx.until_drained(expert.relieved())
 
 
-def _open_lanes(ctx: Context, hidden: int, digest: str) -> tuple[ExpertPlane, LanePlaces]:
+def _open_lanes(
+    ctx: Context, hidden: int, digest: str, device: Device | None
+) -> tuple[ExpertPlane, LanePlaces]:
     """Listen where the settings say. Raises ``CannotServe``, ``PlaneError``, ``HostError``."""
     settings, network = ctx.settings, ctx.settings.network
     chosen = network.data_plane
@@ -415,6 +417,7 @@ def _open_lanes(ctx: Context, hidden: int, digest: str) -> tuple[ExpertPlane, La
         settings.expert.max_lanes,
         at=Listening(path, host, ports_of(network.ports), key),
         silence_s=network.lane_silence_ms / 1000,
+        device=device,
     )
     if not isinstance(plane, TcpExpertPlane):
         return plane, LanePlaces(path)

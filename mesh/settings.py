@@ -48,10 +48,10 @@ class NetworkSettings(_Section, frozen=True, kw_only=True):
     """How activations travel between a router and an expert worker. auto: in shared memory where
     both are on one host, else over TCP. shm: in shared memory, on one host. tcp: over TCP, for
     which expert workers need ``listen``. The others must be the same for all processes. gloo:
-    through torch.distributed; expert workers need ``listen``. nccl: the same between GPUs; refused
-    so far, since services hand over what they send in host memory. symm: by kernels that write into
-    each other's memory; so far in Triton's interpreter only, on one host. Lanes between hosts are
-    not encrypted: see docs/security.md."""
+    through torch.distributed; expert workers need ``listen``. nccl: the same from one GPU's memory
+    into another's; needs router.device and expert.device = cuda, and ``listen``. symm: in memory
+    that the GPUs of one host address together; needs both devices = cuda, or both interpreter. No
+    card has tried nccl and symm. Lanes between hosts are not encrypted: see docs/security.md."""
     listen: str = ""
     """Where this process listens for other hosts: an address, a host name or an interface (eth1).
     Routers take requests there, expert workers lanes and requests for experts; the planner listens

@@ -45,6 +45,12 @@ class Ticket(Protocol):
 class ExpertClient(Protocol):
     """Runs routed experts somewhere."""
 
+    @property
+    def on_device(self) -> bool:
+        """Whether ``x`` and results lie on the device that the model computes on, where that is not
+        the CPU; else on the host. Ids and weights always lie on the host.
+        """
+
     def dispatch(
         self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> Ticket:
@@ -72,6 +78,8 @@ class _Answered:
 
 class LocalExperts:
     """All routed experts of a model in this process; slot ``e`` holds logical expert ``e``."""
+
+    on_device = False
 
     def __init__(self, banks: dict[int, ExpertBank], *, exact: bool) -> None:
         self._banks = banks

@@ -91,11 +91,13 @@ class Engine:
         log: FilteringBoundLogger,
         reach: Reach,
         matrix_threads: int = 1,
+        near: str = "shm",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``deliver`` gets each step's results and ``changed`` is called when ``state.unserved`` or
         ``state.epoch`` changed, both on the compute thread: they must hand over and return.
         ``exact`` must be that of the model and the lanes. ``matrix_threads``: see the setting.
+        ``exact`` must be that of the model and the lanes. ``reach`` and ``near``: see ``Lanes``.
         """
         spec = model.spec
         self._model = model
@@ -114,7 +116,7 @@ class Engine:
         self._new_view: View | None = None
         self._stopping = False
         self._results = Results(0)
-        self._lanes = Lanes(plane, clock, log, reach)
+        self._lanes = Lanes(plane, clock, log, reach, near)
         self._view: View | None = None
         self._unserved = EngineState().unserved
         crew = Crew(matrix_threads - 1)

@@ -68,6 +68,10 @@ class MicroBatchExperts:
         self._experts = experts
         self._decodes = decodes
 
+    @property
+    def on_device(self) -> bool:
+        return self._experts.on_device
+
     def dispatch(
         self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> MeshTicket:
@@ -99,6 +103,8 @@ class MeshExperts:
         to a worker. ``crew`` shares no work while a dispatch is out.
         """
         self._plane = plane
+        self.on_device = plane.on_device
+        """Whether ``x`` and results lie on the device that the router computes on."""
         self._layer_index = {layer: index for index, layer in enumerate(moe_layers)}
         self._capacity_tokens = capacity_tokens
         self._replica_choice: Choice = replica_choice
@@ -207,8 +213,9 @@ class MeshExperts:
         topk_weights: torch.Tensor,
         decodes: bytes,
     ) -> MeshTicket:
-        """Send each token to its experts' ranks. ``x`` ``[tokens, hidden]`` fp32, ids int32 and
-        weights fp32 ``[tokens, top_k]``; none may change until the ticket's ``result``.
+        """Send each token to its experts' ranks. ``x`` ``[tokens, hidden]`` fp32 where the plane
+        has its rows, ids int32 and weights fp32 ``[tokens, top_k]`` on the host; none may change
+        until the ticket's ``result``.
         """
         started = perf_counter_ns()
         self._crew.keep()  # workers of this host are about to need their cores
@@ -338,9 +345,9 @@ class MeshExperts:
             for piece in pieces[2:]:
                 out += piece.rows
             return out
-        out = torch.zeros(ticket.x.shape)
+        out = torch.zeros(ticket.x.shape, device=ticket.x.device)
         for piece in pieces:
-            out.index_add_(0, torch.from_numpy(piece.part.block.rows), piece.rows)
+            out.index_add_(0, piece.part.rows, piece.rows)
         return out
 
     def _sum_in_choice_order(self, ticket: MeshTicket) -> torch.Tensor:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
-from ep_kernels.triton.device import INTERPRETER, open_device
+from ep_kernels.triton.device import INTERPRETER, Device, open_device
 
 from mesh.service import CannotServe, Context, ExitCode
 from moe_model.forward import ServedModel
@@ -36,6 +36,10 @@ class Group(Protocol):
 
     pids: tuple[int, ...]
     """Those beside this one, in order of rank."""
+
+    @property
+    def device(self) -> Device | None:
+        """Where this one computes, if not on the CPU."""
 
     @property
     def heard(self) -> int:
@@ -60,6 +64,7 @@ class Group(Protocol):
 class Alone:
     """``router.tp`` = 1: no others."""
 
+    device: Device | None = None
     pids: tuple[int, ...] = ()
     heard = 0
 
@@ -89,7 +94,7 @@ class OnDevice(Alone):
     def __init__(self, ctx: Context, path: Path) -> None:
         """Raises ``DeviceUnavailable``."""
         super().__init__(ctx, path)
-        self._device = open_device(ctx.settings.router.device)
+        self.device: Device = open_device(ctx.settings.router.device)
 
     def load(self, progress: Progress) -> ServedModel:
         # Imported here: a router on a CPU needs no Triton, and takes no time to load it.
@@ -97,7 +102,7 @@ class OnDevice(Alone):
 
         return load_device_model(
             self._path,
-            self._device,
+            self.device,
             weights=device_weights(self._model.weights),
             progress=progress,
         )
@@ -105,6 +110,8 @@ class OnDevice(Alone):
 
 class Several:
     """``router.tp`` > 1: a follower for each rank but 0, which is this process."""
+
+    device: Device | None = None
 
     def __init__(self, ctx: Context, path: Path, *, timeout_s: float) -> None:
         """``timeout_s``: how long a follower may take for a part before it counts as hung."""

@@ -75,9 +75,12 @@ class Lanes:
         clock: Callable[[], float],
         log: FilteringBoundLogger,
         reach: Reach,
+        near: str = "shm",
     ) -> None:
+        """``near``: what carries the lanes at a Unix socket."""
         self._plane = plane
         self._reach = reach
+        self._near = near
         self._clock = clock
         self._log = log
         self._wanted: dict[str, _Wanted] = {}
@@ -140,9 +143,9 @@ class Lanes:
             "network.listen say which it has"
         )
         for address in self._reach(member):
-            over = _carrier(address) or "shm"
+            over = _carrier(address) or self._near
             # What goes on by itself needs no waiting for.
-            limit_s = timeout_s if over == "shm" else min(timeout_s, _PENDING_TIMEOUT_S)
+            limit_s = timeout_s if over == self._near else min(timeout_s, _PENDING_TIMEOUT_S)
             try:
                 self._plane.connect(member.id, address, member.incarnation, limit_s)
             except LaneRefused:

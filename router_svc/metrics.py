@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from ep_kernels.triton.device import Device
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -26,10 +27,13 @@ _ACTIVITIES = (
 
 
 class RouterCollector(Collector):
-    """Figures of the engine that ``engine()`` gives; none before there is one."""
+    """Figures of the engine that ``engine()`` gives; none before there is one. ``device``: where it
+    computes, if not on the CPU.
+    """
 
-    def __init__(self, engine: Callable[[], Engine | None]) -> None:
+    def __init__(self, engine: Callable[[], Engine | None], device: Device | None) -> None:
         self._engine = engine
+        self._device = device
 
     def collect(self) -> Iterable[Metric]:
         engine = self._engine()
@@ -103,6 +107,15 @@ class RouterCollector(Collector):
             lanes.add_metric([peer, "sent"], moved.sent)
             lanes.add_metric([peer, "received"], moved.received)
         yield lanes
+        copied = CounterMetricFamily(
+            f"{PREFIX}_router_device_copied_bytes",
+            "Rows, ids, weights and logits copied between the host and the router's device.",
+            labels=["direction"],
+        )
+        for direction in ("up", "down"):
+            count = 0 if self._device is None else getattr(self._device.copied, direction)
+            copied.add_metric([direction], count)
+        yield copied
         for phase, text in (
             ("queue", "From a sequence's arrival here until its first tokens were scheduled."),
             ("prefill", "From a sequence's first tokens being scheduled to its first token."),

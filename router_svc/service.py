@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from ep_kernels.plane import LaneShape, PlaneError
-from ep_kernels.planes import router_plane
+from ep_kernels.planes import check_plane, router_plane
 from ep_kernels.shm.layout import lay_out
 from ep_kernels.triton.device import DeviceUnavailable
 
@@ -109,7 +109,7 @@ class Router:
             on_lost=self._gateway_lost,
         )
         export_link(ctx.registry, "gateways", self._link)
-        ctx.registry.register(RouterCollector(lambda: self._engine))
+        ctx.registry.register(RouterCollector(lambda: self._engine, group.device))
         self._member = Member(
             ctx.net,
             planner_address(ctx.settings),
@@ -249,6 +249,7 @@ class Router:
                 self._shape,
                 self._digest,
                 silence_s=network.lane_silence_ms / 1000,
+                device=self._group.device,
             )
         except PlaneError as error:
             raise CannotServe(str(error)) from error
@@ -262,6 +263,7 @@ class Router:
             log=ctx.log,
             reach=reach(network.data_plane, host_id(ctx.settings)),
             matrix_threads=_matrix_threads(ctx.settings),
+            near="symm" if network.data_plane == "symm" else "shm",
         )
 
     def _load_progress(self, share: float) -> None:
@@ -491,6 +493,10 @@ async def main(ctx: Context) -> None:
     # Impossible settings must show before gigabytes of weights have been read.
     shape, group = lane_shape(ctx.settings, spec), router_group(ctx, path, spec)
     check_cache(ctx, spec)
+    try:
+        check_plane(ctx.settings.network.data_plane, group.device)
+    except PlaneError as error:
+        raise CannotServe(str(error)) from error
     router = Router(ctx, spec, digest, group, shape)
     try:
         await group.start()

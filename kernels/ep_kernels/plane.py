@@ -140,7 +140,7 @@ class PairBlock:
 class Part:
     """What one message carries to one expert rank: tokens of ``x`` ``[batch tokens, hidden]`` fp32,
     which are copied straight into the lane, and their pairs. The gate's weights are applied by the
-    expert worker unless the lane is exact.
+    expert worker unless the lane is exact. ``x`` lies where the plane has its rows.
     """
 
     step: int
@@ -148,6 +148,17 @@ class Part:
     epoch: int
     x: torch.Tensor
     block: PairBlock
+    _rows: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """``block.rows`` where ``x`` lies. The host does not wait for a device."""
+        if self.x.is_cpu:
+            return torch.from_numpy(self.block.rows)
+        if self._rows is None:
+            rows = torch.from_numpy(self.block.rows).pin_memory()
+            self._rows = rows.to(self.x.device, non_blocking=True)
+        return self._rows
 
 
 @dataclass(slots=True, eq=False)
@@ -167,6 +178,9 @@ class Answer:
 class RouterPlane(Protocol):
     """A router's end of all its lanes. One thread calls everything but ``wake`` (any thread)."""
 
+    on_device: bool
+    """Whether x of parts and out of answers lie on the device that this process computes on, where
+    they are written and read by what the calling thread queues; else in host memory."""
     copy_ns: int
     """Time spent writing parts into lanes, since start."""
     signal_ns: int
@@ -236,6 +250,9 @@ class Arrival:
 class ExpertPlane(Protocol):
     """An expert worker's end of all its lanes. One thread calls everything but ``wake``."""
 
+    on_device: bool
+    """Whether x and out of arrivals lie on the device that this process computes on; else in host
+    memory. x is there when a part arrives, out must be when it is answered."""
     corrupt_lanes: int
     """Lanes dropped because the peer wrote nonsense, since start."""
 

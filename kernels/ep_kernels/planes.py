@@ -1,15 +1,15 @@
 """The data plane that a setting names; gloo, NCCL and Triton are imported where they are chosen.
 
 ``auto``, ``shm`` and ``tcp`` are one plane on a router, which takes the lanes that it is given
-addresses of; on an expert worker they differ by where it listens. Rows lie in host memory except
-with ``nccl``, where they lie on ``device``.
+addresses of; on an expert worker they differ by where it listens. Rows lie in host memory, but on
+``device`` with ``nccl`` and ``symm``, and with ``gloo`` where its memory is the host's
+(``interpreter``). A plane's ``on_device`` says which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
@@ -23,10 +23,19 @@ from ep_kernels.tcp.router import TcpRouterPlane
 
 if TYPE_CHECKING:
     from ep_kernels.group.backend import Backend
+    from ep_kernels.triton.device import Device
 
 Choice = Literal["auto", "shm", "tcp", "gloo", "nccl", "symm"]
 
-CPU: Final = torch.device("cpu")
+_CPU: Final = torch.device("cpu")
+
+
+def check_plane(choice: Choice, device: Device | None) -> None:
+    """Raises ``PlaneError`` where this process cannot have the plane; says what is missing."""
+    if choice in ("gloo", "nccl"):
+        _backend(choice, device)
+    elif choice == "symm":
+        _check_device(device)
 
 
 def router_plane(
@@ -37,10 +46,10 @@ def router_plane(
     digest: str,
     *,
     silence_s: float,
-    device: torch.device = CPU,
+    device: Device | None = None,
 ) -> ShmRouterPlane:
-    """``device``: where the router computes, and for ``nccl`` has the x of its parts and takes its
-    answers. Raises ``PlaneError``, which says what is missing.
+    """``device``: where the router computes, if not on the CPU. Raises ``PlaneError``, which says
+    what is missing.
     """
     if choice in ("gloo", "nccl"):
         backend = _backend(choice, device)
@@ -48,10 +57,10 @@ def router_plane(
 
         return GroupRouterPlane(router_id, incarnation, shape, digest, backend, silence_s=silence_s)
     if choice == "symm":
-        _check_triton()
+        computing = _check_device(device)
         from ep_kernels.triton.symm import SymmRouterPlane  # noqa: PLC0415 - the same
 
-        return SymmRouterPlane(router_id, incarnation, shape, digest)
+        return SymmRouterPlane(router_id, incarnation, shape, digest, computing)
     return TcpRouterPlane(router_id, incarnation, shape, digest, silence_s=silence_s)
 
 
@@ -77,10 +86,10 @@ def expert_plane(
     *,
     at: Listening,
     silence_s: float,
-    device: torch.device = CPU,
+    device: Device | None = None,
 ) -> ShmExpertPlane:
-    """``device``: where the expert worker computes, and for ``nccl`` gets its arrivals. What
-    listens at a port is a ``TcpExpertPlane``. Raises ``PlaneError``, which says what is missing.
+    """``device``: where the expert worker computes, if not on the CPU. What listens at a port is a
+    ``TcpExpertPlane``. Raises ``PlaneError``, which says what is missing.
     """
     if choice in ("gloo", "nccl"):
         backend = _backend(choice, device)
@@ -91,10 +100,12 @@ def expert_plane(
             host=at.host, ports=at.ports, key=at.key, silence_s=silence_s,
         )  # fmt: skip
     if choice == "symm":
-        _check_triton()
+        computing = _check_device(device)
         from ep_kernels.triton.symm import SymmExpertPlane  # noqa: PLC0415 - the same
 
-        return SymmExpertPlane(expert_id, incarnation, at.path, hidden, digest, max_lanes)
+        return SymmExpertPlane(
+            expert_id, incarnation, at.path, hidden, digest, max_lanes, device=computing
+        )
     if at.host:
         return TcpExpertPlane(
             expert_id, incarnation, at.path, hidden, digest, max_lanes,
@@ -103,7 +114,7 @@ def expert_plane(
     return ShmExpertPlane(expert_id, incarnation, at.path, hidden, digest, max_lanes)
 
 
-def _backend(choice: Choice, device: torch.device) -> Backend:
+def _backend(choice: Choice, device: Device | None) -> Backend:
     if not torch.distributed.is_available():
         raise PlaneError(
             f"the {choice} plane needs torch.distributed, which torch {torch.__version__} is built "
@@ -111,9 +122,15 @@ def _backend(choice: Choice, device: torch.device) -> Backend:
         )
     from ep_kernels.group.backend import GlooBackend, NcclBackend  # noqa: PLC0415 - where chosen
 
-    return NcclBackend(device) if choice == "nccl" else GlooBackend()
+    if choice == "nccl":
+        return NcclBackend(_CPU if device is None else device.place)
+    return GlooBackend(on_device=device is not None and device.place == _CPU)
 
 
-def _check_triton() -> None:
-    if find_spec("triton") is None:
-        raise PlaneError("the symm plane needs Triton, which is not installed")
+def _check_device(device: Device | None) -> Device:
+    if device is None:
+        raise PlaneError(
+            "the symm plane's rows lie on devices, and this process computes on the CPU: "
+            "router.device and expert.device must both be cuda (or both interpreter)"
+        )
+    return device

@@ -1,7 +1,8 @@
-"""Between a model on a device and experts that take rows on the host.
+"""Between a model on a device and experts whose routes are chosen on the host.
 
-Each layer's rows come down once, and this is the only time that the host waits for the device in a
-layer: lanes lie in host memory. The experts' sums go up without a wait.
+Each layer's ids and weights come down once, and this is the only time that the host waits for the
+device in a layer. Where lanes lie in host memory the rows come down with them, and the experts'
+sums go up without a wait; where lanes lie on the device (``ExpertClient.on_device``) neither moves.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from moe_model.experts import ExpertClient, Ticket
 from moe_model.forward import Computed
 
 
-class HostExperts:
-    """``ExpertClient`` for tensors of ``device``, over one for tensors of the host. ``computed`` as
-    in ``RouterModel.clients``: the time that the host waited for the rows.
+class DeviceExperts:
+    """``ExpertClient`` for tensors of ``device``, over one that takes ids and weights on the host,
+    and rows there or on the device. ``computed`` as in ``RouterModel.clients``: the time that the
+    host waited.
     """
+
+    on_device = True
 
     def __init__(
         self,
@@ -36,10 +40,13 @@ class HostExperts:
     def dispatch(
         self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> Ticket:
-        began = perf_counter_ns()
-        rows = download(self._device, self._stream, x, topk_ids, topk_weights)
+        experts, began = self._experts, perf_counter_ns()
+        wanted = (topk_ids, topk_weights) if experts.on_device else (topk_ids, topk_weights, x)
+        ids, weights, *rows = download(self._device, self._stream, *wanted)
         self._computed(layer, began, perf_counter_ns())
-        return _Upward(self._experts.dispatch(layer, *rows), self._device)
+        if not rows:
+            return experts.dispatch(layer, x, ids, weights)
+        return _Upward(experts.dispatch(layer, rows[0], ids, weights), self._device)
 
 
 class _Upward:

@@ -20,7 +20,7 @@ from moe_model.architecture import GqaSpec, ModelSpec
 from moe_model.checkpoint import Checkpoint
 from moe_model.device.attention import DeviceGroupedAttention, DeviceLatentAttention, Place
 from moe_model.device.decode import Frame, Frames, Work, fits
-from moe_model.device.experts import HostExperts
+from moe_model.device.experts import DeviceExperts
 from moe_model.device.plan import DevicePlan, index_step, plan_on_device
 from moe_model.experts import ExpertClient
 from moe_model.forward import Computed, MakeClient
@@ -156,7 +156,7 @@ class DeviceModel:
         """Clients that take and give rows on the device, over those that ``make`` makes."""
 
         def clients(decodes: bytes) -> ExpertClient:
-            return HostExperts(make(decodes), self._device, self._stream, computed)
+            return DeviceExperts(make(decodes), self._device, self._stream, computed)
 
         return clients
 

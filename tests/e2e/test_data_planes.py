@@ -72,18 +72,6 @@ def test_over_gloo_tokens_are_right_and_a_killed_worker_costs_none(
         check(complete(mesh, 0, CHECKED), oracle.greedy(prompt_of(0), CHECKED))
 
 
-def test_over_symmetric_memory_in_the_interpreter_tokens_are_right(
-    tiny_deepseek: Path, oracle: Oracle
-) -> None:
-    pytest.importorskip("triton")
-    want = oracle.greedy(prompt_of(0), 3)
-    interpreting = {"TRITON_INTERPRET": "1"}
-    with Mesh(
-        tiny_deepseek, experts=1, network__data_plane="symm", environment=interpreting
-    ) as mesh:
-        check(complete(mesh, 0, 3), want)
-
-
 def running_requests(mesh: Mesh) -> float:
     _status, page = mesh.get("/metrics")
     name = "moemesh_num_requests_running "

@@ -1,5 +1,6 @@
 """A mesh whose processes compute by the GPU's kernels, in Triton's interpreter, gives
-transformers' tokens, also when experts have moved from one device to another.
+transformers' tokens, also when experts have moved from one device to another, and where the rows
+of its lanes stay on the devices.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ import random
 import signal
 import subprocess
 import sys
+import urllib.request
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
 from mesh.processes import has_ended
@@ -24,6 +29,13 @@ from tests.support.fp8 import Fp8Oracle, write_fp8
 from tests.support.meshes import Mesh
 from tests.support.oracle import Continuation, Oracle
 
+GLOO = {
+    "network__data_plane": "gloo",
+    "network__listen": "127.0.0.1",
+    # Deaths show by the connection; who interprets kernels on a busy machine is not dead.
+    "network__lane_silence_ms": "20000",
+}
+SYMM = {"network__data_plane": "symm"}
 STEPS = 4
 TOLERANCE = 0.1
 """Of a log-probability: weights, rows and cache are bf16, and the model's head is not scaled."""
@@ -51,37 +63,54 @@ def check(
     prompt: list[int],
     wanted: Continuation,
     tolerance: float = TOLERANCE,
+    *,
+    steps: int = STEPS,
 ) -> None:
+    """The first ``STEPS`` tokens of ``steps`` are the wanted ones."""
     body: Any
     status, body = mesh.post(
         "/v1/completions",
-        {"model": mesh_model(mesh), "prompt": prompt, "max_tokens": STEPS, "temperature": 0,
+        {"model": mesh_model(mesh), "prompt": prompt, "max_tokens": steps, "temperature": 0,
          "logprobs": 1, "ignore_eos": True},
+        timeout_s=480.0,
     )  # fmt: skip
     assert status == 200, body
     choice = body["choices"][0]
-    assert choice["text"] == tokenizer.decode(wanted.tokens, skip_special_tokens=True)
+    text = tokenizer.decode(wanted.tokens, skip_special_tokens=True)
+    assert choice["text"] == text if steps == STEPS else choice["text"].startswith(text)
     got = choice["logprobs"]["token_logprobs"]
+    assert len(got) == steps
     for step, token in enumerate(wanted.tokens):
         assert abs(got[step] - float(wanted.logprobs[step][token])) < tolerance, step
 
 
 def loaded(mesh: Mesh, worker: str) -> list[dict[str, Any]]:
     """What the worker has logged of its assignments."""
-    lines = (mesh.run_dir / "logs" / f"{worker}.log").read_text().splitlines()
-    events = [json.loads(line) for line in lines if line.startswith("{")]
-    return [event for event in events if event["event"] == "slots.loaded"]
+    log = (mesh.run_dir / "logs" / f"{worker}.log").read_text()
+    return [event for event in events_of(log) if event["event"] == "slots.loaded"]
+
+
+def events_of(log: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def short(checkpoints: Path) -> Path:
+    family, config = VARIANTS["deepseek"]
+    # Keys are split by the longest context, and the interpreter runs each share's program.
+    return write(checkpoints / "short", family, config | {"max_position_embeddings": 96})
+
+
+@pytest.fixture(scope="module")
+def cases(short: Path) -> list[tuple[list[int], Continuation]]:
+    return decided(Oracle(short), 2)
 
 
 def test_experts_on_devices_give_transformers_tokens_before_and_after_a_move(
-    checkpoints: Path,
+    short: Path, cases: list[tuple[list[int], Continuation]]
 ) -> None:
-    family, config = VARIANTS["deepseek"]
-    # Keys are split by the longest context, and the interpreter runs each share's program.
-    path = write(checkpoints / "short", family, config | {"max_position_embeddings": 96})
-    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    cases = decided(Oracle(path), 2)
-    with Mesh(path, experts=2, router__device="interpreter", expert__device="interpreter") as mesh:
+    tokenizer = Tokenizer.from_file(str(short / "tokenizer.json"))
+    with Mesh(short, experts=2, router__device="interpreter", expert__device="interpreter") as mesh:
         for prompt, wanted in cases:
             check(mesh, tokenizer, prompt, wanted)
         mesh.run("drain", "expert-1")
@@ -142,6 +171,65 @@ def test_a_router_of_two_devices_gives_transformers_tokens_and_ends_with_each(
         mesh.wait_for(lambda: has_ended(router["pid"]), "its leader to end")
 
 
+def figures(mesh: Mesh, role: str) -> dict[str, float]:
+    """Sums over the processes of a role, by metric and direction."""
+    found: dict[str, float] = defaultdict(float)
+    for member in mesh.members(role):
+        with urllib.request.urlopen(member["metrics"], timeout=10) as page:
+            for family in text_string_to_metric_families(page.read().decode()):
+                for name, labels, value, *_ in family.samples:
+                    found[name.removeprefix("moemesh_") + labels.get("direction", "")] += value
+    return found
+
+
+@pytest.mark.parametrize("plane", [GLOO, SYMM], ids=lambda plane: plane["network__data_plane"])
+def test_rows_stay_on_devices_and_a_killed_worker_costs_its_lanes_only(
+    plane: dict[str, str], short: Path, cases: list[tuple[list[int], Continuation]]
+) -> None:
+    tokenizer = Tokenizer.from_file(str(short / "tokenizer.json"))
+    on_devices = {"router__device": "interpreter", "expert__device": "interpreter"}
+    with Mesh(short, experts=2, **on_devices, **plane) as mesh:
+        opened = f'"over":"{plane["network__data_plane"]}"'
+        assert (mesh.run_dir / "logs" / "router-0.log").read_text().count(opened) == 2
+        before = {role: figures(mesh, role) for role in ("router", "expert")}
+        for prompt, wanted in cases:
+            check(mesh, tokenizer, prompt, wanted)
+        after = {role: figures(mesh, role) for role in ("router", "expert")}
+        router, expert = (
+            {name: value - before[role][name] for name, value in after[role].items()}
+            for role in ("router", "expert")
+        )
+        # Of all that a layer computes only ids and weights come down; then the drawn rows' logits.
+        layers, pair_bytes, logits_bytes = 2, 3 * (4 + 4), 4 * 384
+        tokens, down = router["router_tokens_total"], router["router_device_copied_bytes_totaldown"]
+        # A gateway submits again what a router on a busy machine has not answered for long.
+        again = tokens - sum(len(prompt) + STEPS - 1 for prompt, _ in cases)
+        drawn = (down - tokens * layers * pair_bytes) / logits_bytes
+        assert 0 <= drawn - len(cases) * STEPS <= again
+        assert expert["expert_tokens_total"] > 0
+        assert expert["expert_device_copied_bytes_totalup"] > 0
+        assert expert["expert_device_copied_bytes_totaldown"] == 0
+
+        pid = next(m["pid"] for m in mesh.members("expert") if m["id"] == "expert-1")
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(check, mesh, tokenizer, *cases[0], steps=20)
+            mesh.wait_for(lambda: figures(mesh, "router")["num_requests_running"] == 1, "it to run")
+            os.kill(pid, signal.SIGKILL)
+            running.result()
+        log = (mesh.run_dir / "logs" / "router-0.log").read_text()
+        lost = [event for event in events_of(log) if event["event"] == "lane.lost"]
+        assert {event["peer"] for event in lost} == {"expert-1"}
+
+
+@pytest.mark.parametrize(("router", "expert"), [("interpreter", "cpu"), ("cpu", "interpreter")])
+def test_over_gloo_a_device_and_a_cpu_serve_one_mesh(
+    router: str, expert: str, short: Path, cases: list[tuple[list[int], Continuation]]
+) -> None:
+    tokenizer = Tokenizer.from_file(str(short / "tokenizer.json"))
+    with Mesh(short, experts=1, router__device=router, expert__device=expert, **GLOO) as mesh:
+        check(mesh, tokenizer, *cases[0])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
 @pytest.mark.parametrize("role", ["router", "expert"])
 def test_a_service_whose_device_is_not_there_ends_at_start_and_says_so(
@@ -157,3 +245,20 @@ def test_a_service_whose_device_is_not_there_ends_at_start_and_says_so(
     last = json.loads((done.stdout + done.stderr).strip().splitlines()[-1])
     assert last["event"] == "service.cannot_serve"
     assert last["reason"].startswith("device 'cuda' cannot be used: torch")
+
+
+@pytest.mark.parametrize(("role", "plane"), [("router", "nccl"), ("expert", "symm")])
+def test_a_plane_of_devices_is_refused_to_a_service_on_the_cpu_and_the_settings_are_named(
+    role: str, plane: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", f"{role}_svc", "--id", f"{role}-0"]
+    settings = [f"mesh.run_dir={tmp_path}", f"network.data_plane={plane}", "logs.format=json"]
+    done = subprocess.run(
+        [*command, *(word for one in settings for word in ("--set", one))],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    last = json.loads((done.stdout + done.stderr).strip().splitlines()[-1])
+    assert last["event"] == "service.cannot_serve"
+    assert f"the {plane} plane" in last["reason"]
+    assert "router.device and expert.device must both be cuda" in last["reason"]

@@ -101,9 +101,11 @@ def new_expert(
     if kind == "shm":
         return ShmExpertPlane(name, incarnation, path, hidden, DIGEST), path
     if kind == "symm":
+        from ep_kernels.triton.device import open_device
         from ep_kernels.triton.symm import SymmExpertPlane
 
-        return SymmExpertPlane(name, incarnation, path, hidden, DIGEST), path
+        device = open_device("interpreter")
+        return SymmExpertPlane(name, incarnation, path, hidden, DIGEST, device=device), path
     if kind == "gloo":
         group = GroupExpertPlane(
             name, incarnation, hidden, DIGEST, backend=GlooBackend(), host="127.0.0.1", key=KEY

@@ -16,7 +16,9 @@ SHAPE = LaneShape(HIDDEN, TOP_K, CAPACITY, RING)
 
 
 class Pair:
-    """``kind``: ``shm``, ``tcp`` or ``gloo``. Router r0 of incarnation 7, expert worker e0 of 5."""
+    """``kind``: ``shm``, ``tcp``, ``gloo``, or ``gloo-device`` whose rows lie where the interpreter
+    computes. Router r0 of incarnation 7, expert worker e0 of 5.
+    """
 
     def __init__(self, directory: Path, kind: str = "shm", shape: LaneShape = SHAPE) -> None:
         self.kind = kind
@@ -27,25 +29,28 @@ class Pair:
         else:
             tcp = self._far()
             self.expert = tcp
-            self.address = f"{kind}://127.0.0.1:{tcp.port}#{KEY.hex()}"
+            self.address = f"{kind.partition('-')[0]}://127.0.0.1:{tcp.port}#{KEY.hex()}"
         self.router = self.new_router("r0", 7, shape)
         self.connect(self.router)
 
     def new_router(
         self, name: str, incarnation: int = 1, shape: LaneShape = SHAPE, digest: str = DIGEST
     ) -> ShmRouterPlane:
-        if self.kind == "gloo":
-            return GroupRouterPlane(name, incarnation, shape, digest, GlooBackend())
+        if self.kind.startswith("gloo"):
+            return GroupRouterPlane(name, incarnation, shape, digest, self._backend())
         kind = ShmRouterPlane if self.kind == "shm" else TcpRouterPlane
         return kind(name, incarnation, shape, digest)
 
     def _far(self) -> TcpExpertPlane:
         places = {"host": "127.0.0.1", "key": KEY}
-        if self.kind == "gloo":
+        if self.kind.startswith("gloo"):
             return GroupExpertPlane(
-                "e0", 5, HIDDEN, DIGEST, max_lanes=2, backend=GlooBackend(), **places
+                "e0", 5, HIDDEN, DIGEST, max_lanes=2, backend=self._backend(), **places
             )
         return TcpExpertPlane("e0", 5, "", HIDDEN, DIGEST, max_lanes=2, **places)
+
+    def _backend(self) -> GlooBackend:
+        return GlooBackend(on_device=self.kind == "gloo-device")
 
     def connect(self, router: ShmRouterPlane, peer: str = "e0", incarnation: int = 5) -> None:
         router.connect(peer, self.address, incarnation, DEADLINE_S)

@@ -14,12 +14,13 @@ import torch
 from by_hand import BEAT, FRAME, REQUEST, an_offer
 from ep_kernels.group import GlooBackend, GroupExpertPlane, GroupRouterPlane, NcclBackend
 from ep_kernels.group.backend import PlaneUnavailableError
-from ep_kernels.group.memory import DeviceMemory, GroupMemory, lay_out
+from ep_kernels.group.memory import DeviceMemory, GroupMemory
 from ep_kernels.group.rendezvous import Groups
 from ep_kernels.group.router import GroupDial
 from ep_kernels.plane import AnswerStatus, LaneShape, PairBlock, PlaneError
 from ep_kernels.planes import Listening, expert_plane, router_plane
 from ep_kernels.shm.handshake import Reply, decode, encode
+from ep_kernels.shm.layout import lay_out_apart
 from ep_kernels.tcp import handshake
 from ep_kernels.tcp.handshake import Session, read_address
 from lane_peer import CAPACITY, DIGEST, HIDDEN, KEY, RING, expected, part_of, serve
@@ -74,12 +75,16 @@ def exchange(pair: Pair) -> None:
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")
 def test_a_torch_without_nccl_is_told_what_to_install():
     with pytest.raises(PlaneUnavailableError, match=r"built without: install moemesh\[gpu-cu12\]"):
+        NcclBackend(torch.device("cuda", 0))
+
+
+def test_nccl_is_refused_to_who_computes_on_no_gpu_and_the_settings_are_named():
+    refused = "computes on cpu: router.device and expert.device must both be cuda"
+    with pytest.raises(PlaneUnavailableError, match=refused):
         router_plane("nccl", "r0", 1, SHAPE, DIGEST, silence_s=3.0)
     at = Listening(host="127.0.0.1", key=KEY)
-    with pytest.raises(PlaneUnavailableError, match="needs NCCL"):
+    with pytest.raises(PlaneUnavailableError, match=refused):
         expert_plane("nccl", "e0", 1, HIDDEN, DIGEST, 4, at=at, silence_s=3.0)
-    with pytest.raises(PlaneUnavailableError, match="needs NCCL"):
-        NcclBackend(torch.device("cuda", 0))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -92,6 +97,27 @@ def test_a_machine_without_a_gpu_is_told_so(monkeypatch):
 def test_gloo_carries_no_memory_of_a_gpu():
     with pytest.raises(PlaneUnavailableError, match="not on cuda:0: nccl is the plane for GPUs"):
         GlooBackend(torch.device("cuda", 0))
+
+
+def test_two_processes_on_one_device_are_told_so_where_the_back_end_cannot_join_them(pair):
+    def backend(device):
+        made = GlooBackend()
+        made.alone_on = device
+        return made
+
+    expert = GroupExpertPlane(
+        "e1", 5, HIDDEN, DIGEST, backend=backend("GPU-1"), host="127.0.0.1", key=KEY
+    )
+    address = f"gloo://127.0.0.1:{expert.port}#{KEY.hex()}"
+    router = GroupRouterPlane("r0", 1, SHAPE, DIGEST, backend("GPU-1"))
+    with pytest.raises(PlaneError, match="must name two GPUs, or"):
+        router.connect("e1", address, 5, DEADLINE_S)
+    router.close()
+    router = GroupRouterPlane("r0", 1, SHAPE, DIGEST, backend("GPU-2"))
+    router.connect("e1", address, 5, DEADLINE_S)
+    assert router.peers() == {"e1": 5}
+    router.close()
+    expert.close()
 
 
 def test_an_address_of_another_carrier_is_refused(pair):
@@ -228,7 +254,7 @@ def test_an_opening_is_ended_by_the_planes_end(tmp_path):
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 def test_rows_that_c_cannot_reach_are_copied_by_torch(wire):
-    memory = DeviceMemory(lay_out(replace(SHAPE, wire=wire)), torch.device("cpu"))
+    memory = DeviceMemory(lay_out_apart(replace(SHAPE, wire=wire)), torch.device("cpu"))
     part, slot = replace(part_of(7), step=4, layer=2, epoch=9), memory.slots[1]
     memory.send(slot, part, 3)
     request = slot.read_request()

@@ -17,7 +17,7 @@ from lane_peer import CAPACITY, DIGEST, HIDDEN, RING, expected, part_of, serve
 from plane_pair import DEADLINE_S, SHAPE, Pair
 
 
-@pytest.fixture(params=["shm", "tcp", "gloo"])
+@pytest.fixture(params=["shm", "tcp", "gloo", "gloo-device"])
 def kind(request):
     return request.param
 

@@ -60,7 +60,8 @@ def part(
 class ListPlane:
     """A plane in memory: each ``poll`` yields the next batch; the worker stops at the end."""
 
-    def __init__(self, *batches: list[Arrival]) -> None:
+    def __init__(self, *batches: list[Arrival], on_device: bool = False) -> None:
+        self.on_device = on_device
         self.batches = deque(batches)
         self.answered: list[tuple[Arrival, AnswerStatus, int]] = []
         self.woken = 0

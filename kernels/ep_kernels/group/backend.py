@@ -48,6 +48,14 @@ class Backend(Protocol):
         """Where the rows of a lane lie."""
 
     @property
+    def on_device(self) -> bool:
+        """Whether that is the device which this process computes on; see ``RouterPlane``."""
+
+    @property
+    def alone_on(self) -> str:
+        """Names the device if one process of a lane must have it for itself; else empty."""
+
+    @property
     def limit_s(self) -> float:
         """Opening a lane takes no longer."""
 
@@ -68,15 +76,18 @@ class Backend(Protocol):
 
 class GlooBackend:
     """Rows in host memory, over TCP connections that gloo opens on ports of its own choice.
+    ``on_device``: what computes with them is Triton's interpreter, whose memory that is.
 
     Raises ``PlaneUnavailableError`` where torch has no gloo, or for another device than the CPU.
     """
 
     name: Final = "gloo"
+    alone_on: str = ""
     limit_s: Final = 10.0
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, *, on_device: bool = False) -> None:
         self.device = device or torch.device("cpu")
+        self.on_device = on_device
         if self.device.type != "cpu":
             raise PlaneUnavailableError(
                 f"the gloo plane carries rows in host memory, not on {self.device}: "
@@ -118,14 +129,20 @@ class NcclBackend:
     """Rows on a GPU. NCCL's errors and time-outs cost the lane and never the process, for which it
     sets ``TORCH_NCCL_*`` in this process's environment.
 
-    Raises ``PlaneUnavailableError`` where torch has no NCCL or sees no GPU, and for a device that
-    is none.
+    Raises ``PlaneUnavailableError`` for a device that is no GPU, and where torch has no NCCL or
+    sees no GPU.
     """
 
     name: Final = "nccl"
     limit_s: Final = 60.0
+    on_device: Final = True
 
     def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise PlaneUnavailableError(
+                f"the nccl plane carries rows between GPUs, and this process computes on {device}: "
+                "router.device and expert.device must both be cuda"
+            )
         if not torch.distributed.is_nccl_available():
             raise PlaneUnavailableError(
                 f"the nccl plane needs NCCL, and torch {torch.__version__} is built without: "
@@ -133,13 +150,12 @@ class NcclBackend:
             )
         if not torch.cuda.is_available():
             raise PlaneUnavailableError("the nccl plane needs a GPU, and torch sees none")
-        if device.type != "cuda":
-            raise PlaneUnavailableError(
-                f"the nccl plane carries rows on a GPU, not on {device}: this process must compute "
-                "on one"
-            )
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
+        # It has no types. NCCL takes two ranks on one GPU from 2.30 on.
+        shares = torch.cuda.nccl.version() >= (2, 30)  # type: ignore[no-untyped-call]
+        uuid = torch.cuda.get_device_properties(self.device).uuid
+        self.alone_on = "" if shares else str(uuid)
         os.environ.update(_QUIET_NCCL)
 
     def make(

@@ -12,12 +12,13 @@ from typing import ClassVar
 
 from ep_kernels.group.backend import Backend
 from ep_kernels.group.carrier import GroupCarrier, forget_ended, join_all
-from ep_kernels.group.memory import GroupMemory, lay_out, new_memory
+from ep_kernels.group.memory import GroupMemory, new_memory
 from ep_kernels.group.rendezvous import Groups, LaneStore, admission, meet
 from ep_kernels.plane import PlaneError
 from ep_kernels.shm.doorbell import SPIN_NS
 from ep_kernels.shm.handshake import Offer
 from ep_kernels.shm.lane import LaneMemory
+from ep_kernels.shm.layout import lay_out_apart
 from ep_kernels.tcp.carrier import Carrier, Kind, Lost
 from ep_kernels.tcp.expert import TcpExpertPlane, reply
 from ep_kernels.tcp.handshake import Session
@@ -79,6 +80,7 @@ class GroupExpertPlane(TcpExpertPlane):
         spin_ns: int = SPIN_NS,
     ) -> None:
         self._backend = backend
+        self.on_device = backend.on_device
         self._meetings: dict[str, Meeting] = {}
         """By router; the watching thread's."""
         self._carriers: list[GroupCarrier] = []
@@ -125,7 +127,7 @@ class GroupExpertPlane(TcpExpertPlane):
         reason = ""
         try:
             meeting.groups = meet(self._backend, store, connection, deadline)
-            meeting.memory = new_memory(lay_out(offer.shape()), self._backend.device)
+            meeting.memory = new_memory(lay_out_apart(offer.shape()), self._backend)
         except TimeoutError:
             reason = f"it took more than {self._backend.limit_s:g} s"
         except EOFError:

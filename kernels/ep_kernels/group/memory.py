@@ -6,25 +6,15 @@ buffers on the back end's device, allocated once when the lane opens.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
+from ep_kernels.group.backend import Backend
 from ep_kernels.plane import LaneShape, Part
 from ep_kernels.shm.lane import LaneMemory, RingSlot, publish_part
-from ep_kernels.shm.layout import LaneLayout
-from ep_kernels.shm.layout import lay_out as lay_out_whole
+from ep_kernels.shm.layout import LaneLayout, lay_out_apart
 from ep_kernels.tcp.carrier import own_memory
-
-
-def lay_out(shape: LaneShape) -> LaneLayout:
-    """What lies in host memory. Raises ``PlaneError`` for a lane that cannot be; a lane is as large
-    as one in shared memory may be.
-    """
-    whole = lay_out_whole(shape)
-    total_bytes = whole.slots + shape.ring_slots * whole.x
-    return replace(whole, slot_bytes=whole.x, total_bytes=total_bytes)
 
 
 class GroupMemory(LaneMemory):
@@ -42,22 +32,38 @@ class GroupMemory(LaneMemory):
 
     @classmethod
     def lay_out(cls, shape: LaneShape) -> LaneLayout:
-        return lay_out(shape)
+        return lay_out_apart(shape)
 
 
 class DeviceMemory(GroupMemory):
-    """The same on a GPU, whose memory C neither reads nor writes."""
+    """The same on the device that computes, whose memory C neither reads nor writes. What a thread
+    sends is written by what it has queued there; the group waits for that, and the host does not.
+    """
 
     __slots__ = ()
 
     out_in_slot: ClassVar[bool] = False
 
+    def __init__(self, layout: LaneLayout, device: torch.device) -> None:
+        super().__init__(layout, device)
+        if device.type == "cuda":
+            # Other streams write here next, and know nothing of this one's zeros.
+            torch.cuda.current_stream(device).synchronize()
+
     def send(self, slot: RingSlot, part: Part, sequence: int) -> None:
-        rows = torch.from_numpy(part.block.rows).to(part.x.device)
-        slot.x.first(part.block.num_tokens).copy_(torch.index_select(part.x, 0, rows))
+        write_rows(slot, part)
         publish_part(slot, part, sequence)
 
 
-def new_memory(layout: LaneLayout, device: torch.device) -> GroupMemory:
+def write_rows(slot: RingSlot, part: Part) -> None:
+    """Queue the part's rows into its slot, both of one device."""
+    into = slot.x.first(part.block.num_tokens)
+    if part.x.dtype is into.dtype:
+        torch.index_select(part.x, 0, part.rows, out=into)
+    else:
+        into.copy_(torch.index_select(part.x, 0, part.rows))
+
+
+def new_memory(layout: LaneLayout, backend: Backend) -> GroupMemory:
     """Raises ``OSError``, ``RuntimeError``, as the classes do."""
-    return (GroupMemory if device.type == "cpu" else DeviceMemory)(layout, device)
+    return (DeviceMemory if backend.on_device else GroupMemory)(layout, backend.device)

@@ -129,6 +129,7 @@ def meet(backend: Backend, store: LaneStore, connection: socket.socket, deadline
     host = connection.getsockname()[0]
     at_router = store.of_router
     rank = _ROUTER if at_router else _EXPERT
+    _check_apart(backend, store, rank)
     try:
         out, back = (
             backend.make(PrefixStore(name, store), rank, host, max(1e-3, deadline - monotonic()))
@@ -153,6 +154,19 @@ def meet(backend: Backend, store: LaneStore, connection: socket.socket, deadline
             raise TimeoutError from error
         raise PlaneError(f"{backend.name}: {first_line(error)}") from error
     return groups
+
+
+def _check_apart(backend: Backend, store: LaneStore, rank: int) -> None:
+    """The back end's own word for this is "invalid usage"."""
+    if not backend.alone_on:
+        return
+    store.set(f"device/{rank}", backend.alone_on)
+    if store.get(f"device/{1 - rank}").decode(errors="replace") == backend.alone_on:
+        raise PlaneError(
+            f"both ends of the lane compute on {backend.device}, which {backend.name} cannot join "
+            "with itself: router.device and expert.device must name two GPUs, or "
+            "network.data_plane = symm"
+        )
 
 
 def admitted(store: LaneStore) -> str:

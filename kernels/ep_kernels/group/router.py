@@ -61,6 +61,7 @@ class GroupRouterPlane(TcpRouterPlane):
         spin_ns: int = SPIN_NS,
     ) -> None:
         self._backend = backend
+        self.on_device = backend.on_device
         self._scheme = f"{backend.name}://"
         self._carriers: list[GroupCarrier] = []
         super().__init__(
@@ -87,7 +88,7 @@ class GroupRouterPlane(TcpRouterPlane):
         groups, dial.groups = dial.groups, None
         assert groups is not None, "a dial that has a result has its groups"
         try:
-            memory = new_memory(self._layout, self._backend.device)
+            memory = new_memory(self._layout, self._backend)
         except (OSError, RuntimeError) as error:
             connection.close()
             raise PlaneError(f"the lane's memory: {error}") from error

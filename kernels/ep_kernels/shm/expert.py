@@ -97,6 +97,10 @@ class ShmExpertPlane:
     """
 
     _memory: ClassVar[type[LaneMemory]] = LaneMemory
+    _memory_fds: ClassVar[int] = 1
+    """Descriptors that come with an offer and from which ``_map`` makes the lane's memory."""
+
+    on_device: bool = False
 
     def __init__(
         self,
@@ -247,7 +251,7 @@ class ShmExpertPlane:
     def _greet(self, connection: socket.socket) -> None:
         """Read the offer of a new connection; open the lane or say why not."""
         try:
-            offer, fds = handshake.receive(connection, Offer, 2)
+            offer, fds = handshake.receive(connection, Offer, 1 + self._memory_fds)
         except BlockingIOError:
             return
         except (EOFError, OSError):
@@ -280,24 +284,27 @@ class ShmExpertPlane:
 
     def _open(self, connection: socket.socket, offer: Offer, fds: list[int]) -> ExpertLane:
         """Check the offer and map its memory; takes over ``fds``. Raises ``PlaneError``."""
-        lane_fd, bell_fd = fds
+        lane_fd, bell_fd, *others = fds
         try:
             layout = self._examine(offer)
             sender = self._free_sender(offer)
         except PlaneError:
-            os.close(lane_fd)
-            os.close(bell_fd)
+            for fd in fds:
+                os.close(fd)
             raise
         try:
-            mapping = memory.attach(lane_fd, layout.total_bytes)
+            lane_memory = self._map(layout, [lane_fd, *others])
         except (PlaneError, OSError) as error:
             os.close(bell_fd)
             raise PlaneError(f"the lane's memory: {error}") from error
         bell = Bell(bell_fd, offer.sender)
-        lane_memory = self._memory(mapping, layout)
         return ExpertLane(
             next(self._lane_ids), offer, connection, sender, lane_memory, bell, connection.close
         )
+
+    def _map(self, layout: LaneLayout, fds: list[int]) -> LaneMemory:
+        """The lane's memory; takes over ``fds``. Raises ``PlaneError``, ``OSError``."""
+        return self._memory(memory.attach(fds[0], layout.total_bytes), layout)
 
     def _examine(self, offer: Offer) -> LaneLayout:
         if offer.expert != self._id:

@@ -1,6 +1,7 @@
 """How a lane opens: one message each way over a Unix socket of packets.
 
-    router -> expert   ``Offer``   + memfds: the lane, the router's doorbell
+    router -> expert   ``Offer``   + memfds: the lane, the router's doorbell; with ``symm`` a third
+                                   descriptor, of what its rows lie in
     expert -> router   ``Reply``   + memfd: the expert worker's doorbell (when accepted)
 
 Messages are small JSON objects with a protocol number. The connection stays open and silent;

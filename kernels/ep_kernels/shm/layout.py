@@ -12,7 +12,7 @@ Every region starts on a cache line of its own, so that no two writers share a l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import torch
@@ -78,6 +78,15 @@ class LaneLayout:
             out=base + self.out,
             out_rows=self.out_rows,
         )
+
+
+def lay_out_apart(shape: LaneShape) -> LaneLayout:
+    """The same for a lane whose x and out lie elsewhere: flags, headers and pairs. Raises
+    ``PlaneError`` for one that would be too large with them.
+    """
+    whole = lay_out(shape)
+    total_bytes = whole.slots + shape.ring_slots * whole.x
+    return replace(whole, slot_bytes=whole.x, total_bytes=total_bytes)
 
 
 def _lines(size_bytes: int) -> int:

@@ -94,6 +94,8 @@ class ShmRouterPlane:
 
     _memory: ClassVar[type[LaneMemory]] = LaneMemory
 
+    on_device: bool = False
+
     def __init__(
         self,
         router_id: str,
@@ -261,21 +263,32 @@ class ShmRouterPlane:
         self, peer: str, address: str, incarnation: int, connection: socket.socket, sender: int
     ) -> RouterLane:
         connection.connect(address)
-        lane_fd = memory.create("moemesh-lane", self._layout.total_bytes)
+        lane_memory, fds = self._new_memory()
         try:
             offer = self._offer(peer, incarnation, sender)
-            handshake.send(connection, offer, [lane_fd, self._doorbell.fd])
-            mapping = memory.attach(os.dup(lane_fd), self._layout.total_bytes)
+            handshake.send(connection, offer, [fds[0], self._doorbell.fd, *fds[1:]])
         finally:
-            os.close(lane_fd)
+            for fd in fds:
+                os.close(fd)
         reply, fds = handshake.receive(connection, Reply, 1)
         if reply.refusal:
             raise LaneRefused(peer, reply.refusal)
         bell = Bell(fds[0], reply.sender)
-        lane_memory = self._memory(mapping, self._layout)
         return RouterLane(
             peer, incarnation, connection, sender, lane_memory, bell, connection.close
         )
+
+    def _new_memory(self) -> tuple[LaneMemory, list[int]]:
+        """A lane's memory, and the descriptors by which the other end maps it; the caller closes
+        them. Raises ``PlaneError``, ``OSError``.
+        """
+        fd = memory.create("moemesh-lane", self._layout.total_bytes)
+        try:
+            mapping = memory.attach(os.dup(fd), self._layout.total_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        return self._memory(mapping, self._layout), [fd]
 
     def _offer(self, peer: str, incarnation: int, sender: int) -> Offer:
         shape = self._shape

@@ -15,7 +15,9 @@
     attention     softmax over the paged cache, latent or grouped-query
     rows          RMS norm, rotary embedding, the new cache rows
     sampling      a token from logits, without a sort
-    symm          the data plane whose messages all_to_all's kernels write
+    foreign       memory that torch did not allocate, as a tensor
+    cuda_shared   memory of a GPU that processes share
+    symm          the data plane whose rows all_to_all's kernels write into such memory
     aot           compiles all of it without a GPU and writes what the compiler says into the docs
 
 Only this package imports triton, and importing this package imports nothing. A module whose name is

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from types import TracebackType
 from typing import Protocol, Self
@@ -45,6 +46,14 @@ class DeviceHung(RuntimeError):
 
     def __init__(self, device: str, waited_s: float) -> None:
         super().__init__(f"device {device!r} has not ended its work for {waited_s:g} s")
+
+
+@dataclass(slots=True)
+class Copied:
+    """Bytes of what is computed with (not of weights) that were copied between host and device."""
+
+    up: int = 0
+    down: int = 0
 
 
 class Mark(Protocol):
@@ -104,12 +113,17 @@ class Device(Protocol):
     """Where tensors that kernels take lie."""
     compiles: bool
     """Whether a kernel's first run takes seconds."""
+    copied: Copied
+    """Since start. Whoever copies counts."""
 
     def stream(self) -> Stream:
         """A new one. Any thread."""
 
     def settle(self) -> Stream:
         """A new one in which the calling thread queues all that it starts from now on."""
+
+    def mark(self) -> Mark:
+        """Behind what the calling thread has queued so far."""
 
     def graphs(self) -> Graphs: ...
 
@@ -243,12 +257,18 @@ class _Cuda:
         self.name = name
         self.place = device
         self.compiles = True
+        self.copied = Copied()
 
     def stream(self) -> Stream:
         return _CudaStream(self.place)
 
     def settle(self) -> Stream:
         return _CudaStream(self.place).__enter__()
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.place))
+        return _CudaMark(event)
 
     def graphs(self) -> Graphs:
         return _CudaGraphs()
@@ -313,12 +333,16 @@ class _Interpreter:
         self.name = INTERPRETER
         self.place = torch.device("cpu")
         self.compiles = False
+        self.copied = Copied()
 
     def stream(self) -> Stream:
         return _HostStream()
 
     def settle(self) -> Stream:
         return _HostStream().__enter__()
+
+    def mark(self) -> Mark:
+        return _PASSED
 
     def graphs(self) -> Graphs:
         return _HostGraphs()

@@ -2,7 +2,8 @@
 
 A *flight* has pinned memory and device memory of its own. Rows, pairs and the slots' addresses go
 up in one copy, the kernels follow it on another stream, the sums come down on a third; the host
-only asks whether they have come. So one batch is copied while another is computed.
+only asks whether they have come. So one batch is copied while another is computed. Rows that lie on
+the device already are gathered there instead, and their sums stay.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ _LEAST_BYTES = 1 << 16
 
 
 class _Memory:
-    """Pinned bytes and as many on the device; grows by powers of two."""
+    """Pinned bytes, and bytes on the device; both grow by powers of two."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self.host = torch.empty(0, dtype=torch.uint8)
         self.device = torch.empty(0, dtype=torch.uint8)
 
-    def fit(self, nbytes: int, *, on_device: bool) -> None:
-        if self.host.numel() < nbytes:
-            size = max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
-            self.host = self._device.pinned(size)
-            if on_device:
-                self.device = torch.empty(size, dtype=torch.uint8, device=self._device.place)
+    def fit(self, on_host: int, on_device: int) -> None:
+        if self.host.numel() < on_host:
+            self.host = self._device.pinned(_rounded(on_host))
+        if self.device.numel() < on_device:
+            size, place = _rounded(on_device), self._device.place
+            self.device = torch.empty(size, dtype=torch.uint8, device=place)
 
 
 class Flight:
@@ -65,14 +66,17 @@ class Flight:
 
     @property
     def rows(self) -> torch.Tensor:
-        """Each token's weighted sum, ``[tokens, hidden]`` fp32 on the host, until ``end``."""
+        """Each token's weighted sum, ``[tokens, hidden]`` fp32 on the host, until ``end``. A flight
+        begun with ``outs`` has none.
+        """
         tokens, hidden = self._shape
         return self.down.host[: 4 * tokens * hidden].view(torch.float32).view(tokens, hidden)
 
     def takes_off(self, tokens: int, hidden: int) -> None:
+        """``tokens``: those whose sums come down."""
         self._began = monotonic()
         self._shape = (tokens, hidden)
-        self.down.fit(4 * tokens * hidden, on_device=False)
+        self.down.fit(4 * tokens * hidden, 0)
 
     def lands_at(self, mark: Mark, held: tuple[object, ...]) -> None:
         self._landed = mark
@@ -102,10 +106,14 @@ class Flights:
         pair_token: IntArray,
         pair_slot: IntArray,
         pair_weight: FloatArray,
+        outs: Sequence[torch.Tensor] | None = None,
     ) -> Flight:
         """Queue a batch and return at once. ``xs`` are ``[n, hidden]`` of any float type, one after
         the other the batch's tokens; the pairs ``[pairs]`` count tokens over all of them and name
         slots in range. All is copied, and the bank may change as soon as this returns.
+
+        With ``outs``, fp32 of the shapes of ``xs``, both lie on the device: the sums are there once
+        the flight is done, and until then neither may change.
 
         Only while there ``has_room``. Raises ``SlotEmptyError``.
         """
@@ -115,37 +123,42 @@ class Flights:
         chosen, weights = _by_token(tokens, bank.top_k, pair_token, pair_slot, pair_weight)
         width = chosen.shape[1]
         ends = np.cumsum(
-            [_padded(size) for size in (2 * tokens * hidden, 16 * slots, 4 * tokens * width)]
+            [_padded(size) for size in (16 * slots, 4 * tokens * width, 4 * tokens * width)]
         ).tolist()
         flight = self._free.pop()
         try:
-            total = ends[2] + 4 * tokens * width
-            flight.up.fit(total, on_device=True)
-            flight.takes_off(tokens, hidden)
+            total = ends[2] + 2 * tokens * hidden
+            # The rows come last: without them less goes up.
+            sent = total if outs is None else ends[2]
+            flight.up.fit(sent, total)
+            flight.takes_off(tokens if outs is None else 0, hidden)
 
-            def views(memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                def part(begin: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-                    size = dtype.itemsize * shape[0] * shape[1]
-                    return memory[begin : begin + size].view(dtype).view(shape)
+            def part(
+                memory: torch.Tensor, begin: int, dtype: torch.dtype, *shape: int
+            ) -> torch.Tensor:
+                size = dtype.itemsize * shape[0] * shape[1]
+                return memory[begin : begin + size].view(dtype).view(shape)
 
+            def tables(memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 return (
-                    part(0, DTYPE, tokens, hidden),
-                    part(ends[0], torch.int64, 2, slots),
-                    part(ends[1], torch.int32, tokens, width),
-                    part(ends[2], torch.float32, tokens, width),
+                    part(memory, 0, torch.int64, 2, slots),
+                    part(memory, ends[0], torch.int32, tokens, width),
+                    part(memory, ends[1], torch.float32, tokens, width),
                 )
 
-            x, *rest = views(flight.up.host)
-            first = 0
-            for piece in xs:
-                x[first : first + piece.shape[0]].copy_(piece)
-                first += piece.shape[0]
-            for into, values in zip(rest, (bank.addresses, chosen, weights), strict=True):
+            tabled = (bank.addresses, chosen, weights)
+            for into, values in zip(tables(flight.up.host), tabled, strict=True):
                 into.numpy()[...] = values
+            if outs is None:
+                _gather(part(flight.up.host, ends[2], DTYPE, tokens, hidden), xs)
+            x = part(flight.up.device, ends[2], DTYPE, tokens, hidden)
             with self._up:
-                flight.up.device[:total].copy_(flight.up.host[:total], non_blocking=True)
+                flight.up.device[:sent].copy_(flight.up.host[:sent], non_blocking=True)
+                if outs is not None:
+                    _gather(x, xs)
                 arrived = self._up.mark()
-            x, addresses, on_slots, on_weights = views(flight.up.device)
+            self._device.copied.up += sent
+            addresses, on_slots, on_weights = tables(flight.up.device)
             table = bank.table(addresses[0], addresses[1])
             with self._compute:
                 self._compute.follow(arrived)
@@ -153,13 +166,17 @@ class Flights:
                 computed = self._compute.mark()
             with self._down:
                 self._down.follow(computed)
-                flight.rows.copy_(sums, non_blocking=True)
+                if outs is None:
+                    flight.rows.copy_(sums, non_blocking=True)
+                    self._device.copied.down += sums.nbytes
+                else:
+                    _scatter(sums, outs)
                 landed = self._down.mark()
         except BaseException:
             # What has been queued may go on with this one's memory.
             self._free.append(Flight(self._device))
             raise
-        flight.lands_at(landed, (sums, *bank.experts))
+        flight.lands_at(landed, (sums, xs, outs, *bank.experts))
         return flight
 
     def regimes(self, bank: DeviceBank) -> tuple[int, ...]:
@@ -174,6 +191,19 @@ class Flights:
         """Use the memory of a flight that is ``done`` for another one."""
         flight.let_go()
         self._free.append(flight)
+
+
+def _gather(x: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+    first = 0
+    for piece in pieces:
+        x[first : first + piece.shape[0]].copy_(piece)
+        first += piece.shape[0]
+
+
+def _scatter(sums: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
+    sizes = [out.shape[0] for out in outs]
+    for out, rows in zip(outs, torch.split_with_sizes(sums, sizes), strict=True):
+        out.copy_(rows)
 
 
 def _by_token(
@@ -200,3 +230,7 @@ def _by_token(
 
 def _padded(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
+
+
+def _rounded(size: int) -> int:
+    return max(_LEAST_BYTES, 1 << (size - 1).bit_length())

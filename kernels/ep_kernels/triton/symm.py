@@ -1,178 +1,171 @@
-"""The ``symm`` plane: lanes whose messages are written by the one-sided kernels.
+"""The ``symm`` plane: lanes whose rows lie in memory that both ends' devices address.
 
-A lane opens, sleeps, wakes and dies as a ``shm`` lane does. Its memory is two inboxes, the expert
-worker's for parts and the router's for answers, and one launch of ``put`` writes a message into the
-peer's: rows, pairs, header, then the flag, released at system scope. The answer of an expert worker
-is computed in memory of its own and then put.
+A lane opens, sleeps, wakes and dies as a ``shm`` lane does, and its flags, headers and pairs lie in
+a memfd as there. x and out of all ring slots lie in one allocation of the router's device, whose
+descriptor travels with the offer (``Shared``): on a GPU memory that CUDA shares between processes,
+in Triton's interpreter another memfd.
 
-So far both inboxes lie in one memfd, so the kernels run on the CPU, in Triton's interpreter: what
-this shows is that the kernels carry the plane's messages between processes. On a GPU the inboxes
-would come from ``all_to_all.symmetric``'s other allocators.
+A part's rows are written by one launch of ``put`` into an inbox there: gathered, rounded to the
+wire's type. The host waits until the device has written them, and then publishes the message: the
+peer's device would not wait for a flag that the peer's host has read. An expert worker's device
+reads them in place and writes its sums where they belong; they are there when it answers.
 """
 
 from __future__ import annotations
 
-import mmap
+import os
 from dataclasses import dataclass
-from struct import Struct
+from mmap import mmap
 from time import monotonic_ns
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Protocol
 
+import numpy as np
 import torch
 
-from ep_kernels.plane import AnswerStatus, LaneShape, Part, PlaneError
+from ep_kernels.plane import LaneShape, Part, PlaneError
+from ep_kernels.shm import memory
 from ep_kernels.shm.doorbell import SPIN_NS
 from ep_kernels.shm.expert import ShmExpertPlane
-from ep_kernels.shm.lane import LaneMemory, RingSlot
-from ep_kernels.shm.layout import MAX_LANE_BYTES, MAX_RING_SLOTS, LaneLayout, SlotOffsets
+from ep_kernels.shm.lane import LaneMemory, RingSlot, publish_part
+from ep_kernels.shm.layout import LaneLayout, lay_out_apart
 from ep_kernels.shm.router import ShmRouterPlane
 from ep_kernels.triton.all_to_all import inbox
-from ep_kernels.triton.all_to_all.inbox import HEADER_WORDS, InboxLayout, InboxShape, Wire
+from ep_kernels.triton.all_to_all.inbox import InboxLayout, InboxShape, Wire
 from ep_kernels.triton.all_to_all.plan import Lists
 from ep_kernels.triton.all_to_all.put import put
-from ep_kernels.triton.parts import INTERPRETING
-from ep_kernels.triton.tuning import INTERPRETED
+from ep_kernels.triton.all_to_all.symmetric import SymmetricBuffer, attach_shared, create_shared
+from ep_kernels.triton.device import Device, wait_for
+from ep_kernels.triton.transfer import Fixed
+from ep_kernels.triton.tuning import architecture_of
 
 _WIRES: Final = {torch.float32: Wire.FP32, torch.bfloat16: Wire.BF16}
-_HEADER_BYTES: Final = 8 * HEADER_WORDS
-_ANSWER: Final = Struct("=7q")
+
+
+class Shared(Protocol):
+    """Memory that the devices of two processes address. Any thread."""
+
+    def create(self, nbytes: int) -> tuple[SymmetricBuffer, int]:
+        """Zeros, and the descriptor that the other process attaches them by; the caller closes
+        that. Raises ``PlaneError``.
+        """
+
+    def attach(self, fd: int, nbytes: int) -> SymmetricBuffer:
+        """A peer's memory; takes over ``fd``. Raises ``PlaneError`` for what is no such memory."""
+
+
+class HostShared:
+    """For Triton's interpreter, whose device is the CPU: a memfd."""
+
+    def create(self, nbytes: int) -> tuple[SymmetricBuffer, int]:
+        return create_shared("moemesh-rows", nbytes)
+
+    def attach(self, fd: int, nbytes: int) -> SymmetricBuffer:
+        return attach_shared(fd, nbytes)
+
+
+def shared_memory(device: Device) -> Shared:
+    """Raises ``PlaneError`` where the device's driver cannot share memory."""
+    if device.place.type == "cpu":
+        return HostShared()
+    from ep_kernels.triton.cuda_shared import CudaShared  # noqa: PLC0415 - needs CUDA's driver
+
+    return CudaShared(device.place)
 
 
 @dataclass(frozen=True, slots=True)
-class SymmLayout(LaneLayout):
-    """A lane as two inboxes, the second of which begins at ``answer_flags``."""
+class RowsLayout:
+    """Byte offsets in a lane's shared memory: an inbox of parts, and out of all ring slots."""
 
     requests: InboxLayout
-    answers: InboxLayout
-
-    def slot(self, index: int) -> SlotOffsets:
-        requests, answers, second = self.requests, self.answers, self.answer_flags
-        first, step = requests.pairs + index * 4 * requests.pair_stride, requests.pair_stride
-        return SlotOffsets(
-            request_header=requests.headers + index * _HEADER_BYTES,
-            answer_header=second + answers.headers + index * _HEADER_BYTES,
-            pairs=(first, first + step, first + 2 * step, first + 3 * step),
-            x=requests.rows + index * requests.shape.capacity_rows * requests.row_bytes,
-            out=second + answers.rows + index * answers.shape.capacity_rows * answers.row_bytes,
-            out_rows=self.out_rows,
-        )
+    out: int
+    total_bytes: int
 
 
-def lay_out(shape: LaneShape) -> SymmLayout:
-    """Raises ``PlaneError`` with the arithmetic when the lane is impossible or too large."""
-    if min(shape.hidden, shape.top_k, shape.capacity_tokens, shape.ring_slots) < 1:
-        raise PlaneError(f"a lane needs positive sizes of at least 1, got {shape}")
-    if shape.ring_slots > MAX_RING_SLOTS:
-        raise PlaneError(f"a lane has at most {MAX_RING_SLOTS} ring slots, not {shape.ring_slots}")
+def lay_out_rows(shape: LaneShape) -> RowsLayout:
+    """Raises ``PlaneError`` for a wire that ``put`` does not write."""
     if shape.wire not in _WIRES:
         raise PlaneError(f"the symm plane carries one of {tuple(_WIRES)}, not {shape.wire}")
-    out_rows = shape.capacity_pairs if shape.exact else shape.capacity_tokens
+    # Pairs travel in host memory, where both ends look at them.
     requests = inbox.lay_out(
-        InboxShape(
-            1,
-            shape.ring_slots,
-            shape.capacity_tokens,
-            shape.capacity_pairs,
-            shape.hidden,
-            _WIRES[shape.wire],
-        )
+        InboxShape(1, shape.ring_slots, shape.capacity_tokens, 1, shape.hidden, _WIRES[shape.wire])
     )
-    answers = inbox.lay_out(InboxShape(1, shape.ring_slots, out_rows, 0, shape.hidden, Wire.FP32))
-    total_bytes = requests.total_bytes + answers.total_bytes
-    if total_bytes > MAX_LANE_BYTES:
-        raise PlaneError(
-            f"a lane may take {MAX_LANE_BYTES} bytes, this one needs {total_bytes}: "
-            f"{requests.total_bytes} for parts and {answers.total_bytes} for answers; "
-            "lower capacity_tokens or ring_slots"
-        )
-    return SymmLayout(
-        shape=shape,
-        answer_flags=requests.total_bytes,
-        slots=requests.headers,
-        slot_bytes=0,
-        answer_header=answers.headers,
-        pairs=requests.pairs,
-        pair_array_bytes=requests.pair_stride,
-        x=requests.rows,
-        out=answers.rows,
-        out_rows=out_rows,
-        total_bytes=total_bytes,
-        requests=requests,
-        answers=answers,
-    )
-
-
-class SymmSlot(RingSlot):
-    """A ring slot whose answer's header is as ``put`` writes it."""
-
-    __slots__ = ()
-
-    def answer_header(self) -> tuple[int, int, int, int, int]:
-        sequence, began_ns, compute_ns, _, rows, _, status = _ANSWER.unpack_from(
-            self._mapping, self._answer_at
-        )
-        return sequence, status, began_ns, compute_ns, rows
+    out_rows = shape.capacity_pairs if shape.exact else shape.capacity_tokens
+    out_bytes = 4 * shape.ring_slots * out_rows * shape.hidden
+    return RowsLayout(requests, requests.total_bytes, requests.total_bytes + out_bytes)
 
 
 class _Sender:
-    """What ``put`` needs to know of one lane's sender; the peer's inbox is at ``address``."""
+    """What ``put`` needs to know of one lane's router, and where it finds each message."""
 
-    def __init__(self, address: int, peer_layout: InboxLayout) -> None:
-        self.peer_layout = peer_layout
-        self.architecture = INTERPRETED
-        self.addresses = torch.tensor([address])
-        self.me = torch.zeros(1, dtype=torch.int32)
-        self.stamp = torch.zeros(3, dtype=torch.int64)
-        self.counter = torch.zeros(1, dtype=torch.int32)
-        self.go = torch.zeros(1, dtype=torch.int64)
-        self.counts = torch.zeros((1, 2), dtype=torch.int32)
-        self.firsts = torch.zeros(1, dtype=torch.int32)
-        self.statuses = torch.zeros(1, dtype=torch.int32)
+    def __init__(self, shape: LaneShape, layout: InboxLayout, address: int, device: Device) -> None:
+        place, capacity = device.place, shape.capacity_tokens
+        self.peer_layout = layout
+        self.architecture = architecture_of(place)
+        self.addresses = torch.tensor([address]).to(place)
+        self.me = torch.zeros(1, dtype=torch.int32, device=place)
+        self.counter = torch.zeros(1, dtype=torch.int32, device=place)
+        self.firsts = torch.zeros(1, dtype=torch.int32, device=place)
+        self._picked = np.zeros((1, capacity), dtype=np.int32)
+        self._message = Fixed(
+            device,
+            torch.from_numpy(self._picked),
+            torch.zeros((1, 2), dtype=torch.int32),
+            torch.zeros(1, dtype=torch.int64),
+            torch.zeros(3, dtype=torch.int64),
+        )
+        picked, self.counts, self.go, self.stamp = self._message.views
+        self.lists = Lists(1, capacity, 1, place)
+        self.lists.begin.zero_()  # no pairs
+        self.lists.row_token = picked
+
+    def load(self, part: Part, sequence: int) -> None:
+        """Bring a message's rows and numbers to the device, behind what it does for the last."""
+        tokens = part.block.num_tokens
+        self._picked[0, :tokens] = part.block.rows
+        self._message.send(
+            torch.from_numpy(self._picked),
+            torch.tensor([[tokens, 0]], dtype=torch.int32),
+            torch.tensor([sequence]),
+            torch.tensor([part.step, part.epoch, monotonic_ns()]),
+        )
 
 
 class SymmMemory(LaneMemory):
-    """A lane's memory. Each end puts its own kind of message into the other's inbox."""
+    """One end's memory of a lane: ``mapping`` has all but the rows, ``rows`` has these."""
 
-    __slots__ = ("_answering", "_lists", "_mapping", "_outs", "_requesting")
+    __slots__ = ("_device", "_requests", "_rows", "_sender")
 
     out_in_slot: ClassVar[bool] = False
 
-    def __init__(self, mapping: mmap.mmap, layout: LaneLayout) -> None:
-        assert isinstance(layout, SymmLayout), "lay_out made it"
-        super().__init__(mapping, layout)
-        shape = layout.shape
-        address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
-        self.slots = tuple(SymmSlot(mapping, layout, i) for i in range(shape.ring_slots))
-        self._mapping = mapping  # the kernels know its address alone
-        self._requesting = _Sender(address, layout.requests)
-        self._answering = _Sender(address + layout.answer_flags, layout.answers)
-        self._lists = Lists(1, shape.capacity_tokens, shape.top_k, torch.device("cpu"))
-        self._lists.begin.zero_()
-        self._outs: dict[int, torch.Tensor] = {}
+    def __init__(
+        self, mapping: mmap, layout: LaneLayout, rows: SymmetricBuffer, device: Device
+    ) -> None:
+        shape, parts = layout.shape, lay_out_rows(layout.shape)
+        ring, hidden = shape.ring_slots, shape.hidden
+        x = rows.view(parts.requests.rows, shape.wire, ring, shape.capacity_tokens, hidden)
+        out = rows.view(parts.out, torch.float32, ring, layout.out_rows, hidden)
+        super().__init__(mapping, layout, tuple(zip(x, out, strict=True)))
+        self._device = device
+        self._requests = parts.requests
+        self._rows = rows
+        self._sender: _Sender | None = None
+        """Made by the thread that sends, on whose stream it is used."""
 
     @classmethod
     def lay_out(cls, shape: LaneShape) -> LaneLayout:
-        return lay_out(shape)
+        lay_out_rows(shape)
+        return lay_out_apart(shape)
 
     def send(self, slot: RingSlot, part: Part, sequence: int) -> None:
-        lists, sender, block = self._lists, self._requesting, part.block
-        tokens, pairs = block.num_tokens, block.num_pairs
-        lists.row_token[0, :tokens] = torch.from_numpy(block.rows)
-        for to, values in (
-            (lists.pair_row, block.pair_token),
-            (lists.pair_slot, block.pair_slot),
-            (lists.pair_expert, block.pair_expert),
-            (lists.pair_weight, block.pair_weight),
-        ):
-            to[0, :pairs] = torch.from_numpy(values)
-        # Of a row's pairs only their sum is asked for: an expert worker reads the arrays.
-        lists.begin[0, : tokens + 1] = 0
-        lists.begin[0, tokens] = pairs
-        sender.stamp.copy_(torch.tensor([part.step, part.epoch, monotonic_ns()]))
-        sender.counts.copy_(torch.tensor([[tokens, pairs]]))
-        sender.go[0] = sequence
+        """Raises ``DeviceHung``."""
+        sender = self._sender
+        if sender is None:
+            sender = self._sender = _Sender(
+                self.layout.shape, self._requests, self._rows.address, self._device
+            )
+        sender.load(part, sequence)
         # A kernel must not be given an address of nothing.
-        x = part.x if part.x.numel() else torch.zeros(1, self.layout.shape.hidden)
+        x = part.x if part.x.numel() else part.x.new_zeros(1, part.x.shape[1])
         put(
             sender,
             x if x.stride(1) == 1 else x.contiguous(),
@@ -181,49 +174,20 @@ class SymmMemory(LaneMemory):
             sender.go,
             part.layer,
             sender.firsts,
-            lists=self._lists,
+            lists=sender.lists,
         )
-
-    def out(self, slot: RingSlot, rows: int) -> torch.Tensor:
-        """Memory of the expert worker's own, one for each ring slot."""
-        shape = self.layout.shape
-        if slot.index not in self._outs:
-            self._outs[slot.index] = torch.empty(self.layout.out_rows, shape.hidden)
-        return self._outs[slot.index][:rows]
-
-    def publish_answer(
-        self,
-        slot: RingSlot,
-        sequence: int,
-        status: AnswerStatus,
-        times_ns: tuple[int, int],
-        out: torch.Tensor,
-    ) -> None:
-        sender = self._answering
-        began_ns, compute_ns = times_ns
-        sender.stamp.copy_(torch.tensor([began_ns, 0, 0]))
-        sender.counts[0, 0] = out.shape[0]
-        sender.statuses[0] = int(status)
-        sender.go[0] = sequence
-        put(
-            sender,
-            self._outs[slot.index],
-            sender.counts,
-            slot.index,
-            sender.go,
-            compute_ns,
-            sender.firsts,
-            statuses=sender.statuses,
-        )
+        wait_for(self._device, self._device.mark())
+        publish_part(slot, part, sequence)
 
 
 class SymmRouterPlane(ShmRouterPlane):
-    """``RouterPlane`` by the one-sided kernels; as ``ShmRouterPlane`` in all else.
-
-    Raises ``PlaneError`` in a process that does not interpret its kernels.
+    """``RouterPlane`` whose rows lie in memory of ``device`` that expert workers' devices address;
+    as ``ShmRouterPlane`` in all else. Raises ``PlaneError`` where the device cannot share memory.
     """
 
     _memory: ClassVar[type[LaneMemory]] = SymmMemory
+
+    on_device: bool = True
 
     def __init__(
         self,
@@ -231,20 +195,41 @@ class SymmRouterPlane(ShmRouterPlane):
         incarnation: int,
         shape: LaneShape,
         digest: str,
+        device: Device,
         *,
         spin_ns: int = SPIN_NS,
     ) -> None:
-        _check_interpreting()
-        super().__init__(router_id, incarnation, shape, _own(digest), spin_ns=spin_ns)
+        self._device = device
+        self._shared = shared_memory(device)
+        super().__init__(router_id, incarnation, shape, _own(digest, device), spin_ns=spin_ns)
+
+    def _new_memory(self) -> tuple[LaneMemory, list[int]]:
+        layout = self._layout
+        rows, rows_fd = self._shared.create(lay_out_rows(self._shape).total_bytes)
+        try:
+            lane_fd = memory.create("moemesh-lane", layout.total_bytes)
+        except BaseException:
+            os.close(rows_fd)
+            raise
+        fds = [lane_fd, rows_fd]
+        try:
+            mapping = memory.attach(os.dup(lane_fd), layout.total_bytes)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return SymmMemory(mapping, layout, rows, self._device), fds
 
 
 class SymmExpertPlane(ShmExpertPlane):
-    """``ExpertPlane`` by the one-sided kernels; as ``ShmExpertPlane`` in all else.
-
-    Raises ``PlaneError`` in a process that does not interpret its kernels.
+    """``ExpertPlane`` whose rows lie in routers' memory that ``device`` addresses; as
+    ``ShmExpertPlane`` in all else. Raises ``PlaneError`` where the device cannot share memory.
     """
 
     _memory: ClassVar[type[LaneMemory]] = SymmMemory
+    _memory_fds: ClassVar[int] = 2
+
+    on_device: bool = True
 
     def __init__(
         self,
@@ -255,22 +240,28 @@ class SymmExpertPlane(ShmExpertPlane):
         digest: str,
         max_lanes: int = 64,
         *,
+        device: Device,
         spin_ns: int = SPIN_NS,
     ) -> None:
-        _check_interpreting()
+        self._device = device
+        self._shared = shared_memory(device)
         super().__init__(
-            expert_id, incarnation, path, hidden, _own(digest), max_lanes, spin_ns=spin_ns
+            expert_id, incarnation, path, hidden, _own(digest, device), max_lanes, spin_ns=spin_ns
         )
 
+    def _map(self, layout: LaneLayout, fds: list[int]) -> LaneMemory:
+        lane_fd, rows_fd = fds
+        try:
+            mapping = memory.attach(lane_fd, layout.total_bytes)
+        except BaseException:
+            os.close(rows_fd)
+            raise
+        rows = self._shared.attach(rows_fd, lay_out_rows(layout.shape).total_bytes)
+        return SymmMemory(mapping, layout, rows, self._device)
 
-def _own(digest: str) -> str:
-    """Lanes of the two planes lie differently: neither takes the other's offer."""
-    return f"{digest} by symm"
 
-
-def _check_interpreting() -> None:
-    if not INTERPRETING:
-        raise PlaneError(
-            "the symm plane's lanes lie in host memory, where kernels run in Triton's interpreter "
-            "alone: set TRITON_INTERPRET=1 before triton is imported"
-        )
+def _own(digest: str, device: Device) -> str:
+    """Lanes of this plane lie differently, and a device takes its own kind's: neither takes the
+    others' offer.
+    """
+    return f"{digest} by symm on {device.place.type}"

@@ -19,6 +19,7 @@ def upload(device: Device, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         into.copy_(tensor)
     there = torch.empty(total, dtype=torch.uint8, device=device.place)
     there.copy_(host, non_blocking=True)
+    device.copied.up += total
     return _views(there, begins, tensors)
 
 
@@ -39,6 +40,7 @@ class Fixed:
         for into, tensor in zip(_views(host, self._begins, tensors), tensors, strict=True):
             into.copy_(tensor)
         self._memory.copy_(host, non_blocking=True)
+        self._device.copied.up += host.numel()
 
 
 def download(device: Device, stream: Stream, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -49,6 +51,7 @@ def download(device: Device, stream: Stream, *tensors: torch.Tensor) -> tuple[to
     views = _views(device.pinned(total), begins, tensors)
     for into, tensor in zip(views, tensors, strict=True):
         into.copy_(tensor, non_blocking=True)
+        device.copied.down += tensor.nbytes
     wait_for(device, stream.mark())
     return views
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -144,6 +146,26 @@ def test_a_batch_of_several_senders_is_the_reference(
     rows, weight = run(Flights(device), bank, [x[:1], x[1:1], x[1:]], token, slot)
     assert_right(rows, x, experts, token, slot, weight)
     assert (rows[4] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_the_device_give_the_same_bits_and_do_not_pass_the_host(
+    dtype: torch.dtype, device: Device, rng: torch.Generator
+) -> None:
+    bank, _ = filled(device, rng, 4)
+    flights = Flights(device)
+    x = torch.randn(6, HIDDEN, generator=rng).to(dtype)
+    xs, token, slot = [x[:1], x[1:1], x[1:]], [5, 0, 2, 2, 1, 3, 0], [1, 3, 0, 1, 2, 0, 0]
+    wanted, weight = run(flights, bank, xs, token, slot)
+    outs = [torch.full((piece.shape[0], HIDDEN), torch.nan) for piece in xs]
+    before = replace(device.copied)
+    flight = flights.begin(bank, xs, np.int32(token), np.int32(slot), weight, outs)
+    flights.wait(flight)
+    flights.end(flight)
+    assert torch.equal(torch.cat(outs), wanted)
+    assert device.copied.down == before.down
+    # The slots' addresses, and of each token slots and weights.
+    assert device.copied.up - before.up == 3 * 256
 
 
 def test_batches_without_tokens_or_pairs(device: Device, rng: torch.Generator) -> None:

@@ -52,8 +52,10 @@ def apply(table: SlotTable[DeviceBank], **options: object) -> object:
     return table.apply(LAYERS, slots, 1, superseded=threading.Event(), **options)
 
 
-def serve(device: Device, *batches: list[Arrival]) -> tuple[DeviceWorker, ListPlane]:
-    plane, table = ListPlane(*batches), new_table(device)
+def serve(
+    device: Device, *batches: list[Arrival], on_device: bool = False
+) -> tuple[DeviceWorker, ListPlane]:
+    plane, table = ListPlane(*batches, on_device=on_device), new_table(device)
     apply(table)
     worker = plane.worker = DeviceWorker(plane, table, device)
     worker.run()
@@ -67,6 +69,19 @@ def test_a_lone_part_is_answered(tokens: int, wire: torch.dtype, device: Device)
     _, plane = serve(device, [arrival])
     assert [(a, s) for a, s, _ in plane.answered] == [(arrival, AnswerStatus.OK)]
     assert_right(arrival, **CLOSE)
+
+
+def test_parts_whose_rows_lie_on_the_device_are_answered_there(device: Device) -> None:
+    parts = [part(1, tokens, peer=f"r{tokens}", seed=tokens) for tokens in (3, 0, 5)]
+    stale = part(7, 1)
+    before = device.copied.down
+    _, plane = serve(device, [*parts, stale], on_device=True)
+    assert device.copied.down == before
+    statuses = {id(a): s for a, s, _ in plane.answered}
+    assert statuses[id(stale)] is AnswerStatus.STALE
+    for arrival in parts:
+        assert statuses[id(arrival)] is AnswerStatus.OK
+        assert_right(arrival, **CLOSE)
 
 
 def test_parts_of_one_layer_share_a_batch_and_layers_follow_one_another(device: Device) -> None:

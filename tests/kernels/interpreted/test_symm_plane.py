@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import lane_peer
@@ -11,7 +13,8 @@ import pytest
 import torch
 from ep_kernels.plane import AnswerStatus, LaneLost, LaneRefused, LaneShape, PlaneError
 from ep_kernels.shm import ShmRouterPlane
-from ep_kernels.triton.symm import SymmExpertPlane, SymmRouterPlane, lay_out
+from ep_kernels.triton.device import Device, open_device
+from ep_kernels.triton.symm import SymmExpertPlane, SymmMemory, SymmRouterPlane
 from forked import Forked
 from lane_peer import CAPACITY, DIGEST, HIDDEN, RING, TOP_K, expected, part_of, run_expert, serve
 
@@ -19,13 +22,18 @@ DEADLINE_S = 100.0
 SHAPE = LaneShape(HIDDEN, TOP_K, CAPACITY, RING)
 
 
+@cache
+def device() -> Device:
+    return open_device("interpreter")
+
+
 class Pair:
     """One router, one expert worker and the lane between them."""
 
     def __init__(self, directory: Path, shape: LaneShape = SHAPE) -> None:
         self.path = str(directory / "e0")
-        self.expert = SymmExpertPlane("e0", 5, self.path, HIDDEN, DIGEST)
-        self.router = SymmRouterPlane("r0", 7, shape, DIGEST)
+        self.expert = SymmExpertPlane("e0", 5, self.path, HIDDEN, DIGEST, device=device())
+        self.router = SymmRouterPlane("r0", 7, shape, DIGEST, device())
         self.router.connect("e0", self.path, 5, DEADLINE_S)
 
     def collect(self, plane, count=1):
@@ -109,7 +117,7 @@ def test_a_stale_answer_carries_its_status(tmp_path):
 
 def test_a_corrupt_part_costs_its_lane_only(tmp_path):
     with Pair(tmp_path) as pair:
-        other = SymmRouterPlane("r1", 1, SHAPE, DIGEST)
+        other = SymmRouterPlane("r1", 1, SHAPE, DIGEST, device())
         other.connect("e0", pair.path, 5, DEADLINE_S)
         pair.router.try_send("e0", part_of(3))
         lane = pair.router._lanes["e0"]
@@ -128,15 +136,41 @@ def test_a_corrupt_part_costs_its_lane_only(tmp_path):
 def test_a_plane_of_the_other_kind_and_a_wire_it_does_not_carry_are_refused(tmp_path):
     with Pair(tmp_path) as pair:
         shm = ShmRouterPlane("r1", 1, SHAPE, DIGEST)
-        with pytest.raises(LaneRefused, match=f"serves model {DIGEST} by symm, router r1 {DIGEST}"):
+        with pytest.raises(LaneRefused, match="Offer came with 2 fds, expected 3"):
             shm.connect("e0", pair.path, 5, DEADLINE_S)
         shm.close()
         with pytest.raises(PlaneError, match="float16"):
-            SymmRouterPlane("r1", 1, replace(SHAPE, wire=torch.float16), DIGEST)
+            SymmRouterPlane("r1", 1, replace(SHAPE, wire=torch.float16), DIGEST, device())
         with pytest.raises(PlaneError, match="lower capacity_tokens"):
-            lay_out(LaneShape(7168, 8, 1 << 16, 4))
+            SymmMemory.lay_out(LaneShape(7168, 8, 1 << 16, 4))
         with pytest.raises(PlaneError, match="at least 1"):
-            lay_out(LaneShape(7168, 8, 0, 4))
+            SymmMemory.lay_out(LaneShape(7168, 8, 0, 4))
+
+
+def test_what_is_in_hand_outlives_its_lane_and_then_nothing_is_left(tmp_path):
+    def left():
+        maps = Path("/proc/self/maps").read_text()
+        return len(list(Path("/proc/self/fd").iterdir())), maps.count("memfd:moemesh")
+
+    device()
+    gc.collect()
+    before = left()
+    with Pair(tmp_path) as pair:
+        part = part_of(3)
+        pair.router.try_send("e0", part)
+        [arrival] = pair.collect(pair.expert)
+        pair.expert.answer(arrival, serve(arrival), 7, 0)
+        [answer] = pair.collect(pair.router)
+        pair.router.connect("e0", pair.path, 5, DEADLINE_S)  # in place of the first
+        pair.router.try_send("e0", part_of(5))
+        [other] = pair.collect(pair.expert)
+        pair.expert.answer(other, serve(other), 7, 0)
+        assert len(pair.collect(pair.router)) == 1
+    torch.testing.assert_close(answer.out, expected(part, exact=False))
+    assert torch.equal(arrival.x, part.x[torch.from_numpy(part.block.rows)])
+    del pair, arrival, answer, other
+    gc.collect()
+    assert left() == before
 
 
 def test_expert_workers_in_processes_of_their_own_and_what_a_killed_one_costs(tmp_path):
@@ -147,7 +181,7 @@ def test_expert_workers_in_processes_of_their_own_and_what_a_killed_one_costs(tm
     ]
     try:
         assert [peer.told() for peer in peers] == [str(tmp_path / name) for name in ("e0", "e1")]
-        plane = SymmRouterPlane("r0", 1, SHAPE, DIGEST)
+        plane = SymmRouterPlane("r0", 1, SHAPE, DIGEST, device())
         for name in ("e0", "e1"):
             plane.connect(name, str(tmp_path / name), 1, DEADLINE_S)
         rng = random.Random(5)

@@ -77,20 +77,43 @@ def test_a_machine_without_gpus_serves_through_shared_memory_and_tcp() -> None:
     ("machine", "plane", "about", "words"),
     [
         (CPU, "nccl", "lanes over NCCL", "network.data_plane = auto"),
-        (GPU, "nccl", "lanes over NCCL", "network.data_plane = auto"),
+        (GPU, "nccl", "lanes over NCCL", "router.device = cuda and expert.device = cuda"),
         (torch_with(GPU, nccl=""), "nccl", "lanes over NCCL", "moemesh[gpu-cu13]"),
         (torch_with(CPU, gloo=False), "gloo", "lanes over gloo", "moemesh[cpu]"),
         (CPU, "symm", "lanes in symmetric memory", "pip install triton"),
-        (GPU, "symm", "lanes in symmetric memory", ""),
+        (GPU, "symm", "lanes in symmetric memory", "router.device = cuda and expert.device = cuda"),
     ],
 )
 def test_a_plane_that_is_chosen_and_cannot_work_is_a_fault(
     machine: Machine, plane: DataPlane, about: str, words: str
 ) -> None:
     found = diagnosed(machine, Settings(network=NetworkSettings(data_plane=plane)))[about]
-    assert found.verdict == ("fault" if words else "ok")
+    assert found.verdict == "fault"
     assert words in found.advice
-    assert diagnosed(machine)[about].verdict == ("note" if words else "ok")
+    assert diagnosed(machine)[about].verdict == "note"
+
+
+@pytest.mark.parametrize("plane", ["nccl", "symm"])
+def test_planes_of_devices_want_both_roles_on_the_same_kind(plane: DataPlane) -> None:
+    about = {"nccl": "lanes over NCCL", "symm": "lanes in symmetric memory"}[plane]
+
+    def found(machine: Machine, router: str, expert: str) -> Finding:
+        return diagnosed(
+            machine,
+            Settings(
+                network=NetworkSettings(data_plane=plane),
+                router=RouterSettings(device=router),
+                expert=ExpertSettings(device=expert),
+            ),
+        )[about]
+
+    assert found(GPU, "cuda:0", "cuda:1").verdict == "ok"
+    mixed = found(GPU, "cuda", "cpu")
+    assert mixed.verdict == "fault"
+    assert "and expert.device = cpu" in mixed.found
+    assert "expert.device = interpreter" in found(GPU, "cuda", "interpreter").found
+    alone = found(torch_with(GPU, gpus=(H200,), peers=((False,),)), "cuda", "cuda")
+    assert ("two processes on one GPU" in alone.found) == (plane == "nccl")
 
 
 def test_planes_that_this_version_lacks_are_not_spoken_of() -> None:
@@ -101,7 +124,7 @@ def test_gpus_are_told_with_what_they_reach() -> None:
     found = diagnosed(GPU)
     assert "0: H200, 141 GiB, sm_90; 1: H200" in found["GPUs"].found
     assert found["peer access"].verdict == "ok"
-    assert found["lanes over NCCL"].found.startswith("none: NCCL 2.28.9 is here, and services")
+    assert found["lanes over NCCL"].found.startswith("none: they join GPUs, and router.device")
     apart = diagnosed(torch_with(GPU, peers=((False, False), (False, False))))
     assert "none between 0-1" in apart["peer access"].found
 

@@ -55,7 +55,7 @@ def copy_words(
         tl.store(to_ptr + at, tl.load(from_ptr + first + at, at < count, 0) - shift, at < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot", "layer"])
 def put_kernel(
     x_ptr: tl.tensor,
     x_stride: tl.tensor,
