@@ -210,7 +210,7 @@ class SeveralOnDevices(Several):
     def __init__(self, ctx: Context, path: Path, *, timeout_s: float) -> None:
         """Raises ``DeviceUnavailable``."""
         super().__init__(ctx, path, timeout_s=timeout_s)
-        self._device = open_device(ctx.settings.router.device)
+        self.device: Device = open_device(ctx.settings.router.device)
         self._store = os.memfd_create("ranks")  # nothing is left of it when the ranks have ended
         self._inherited = (self._store,)
 
@@ -220,7 +220,7 @@ class SeveralOnDevices(Several):
         self._links = self._open_links()
         return load_device_group(
             self._path,
-            self._device,
+            self.device,
             self._size,
             self._store,
             self._links,

@@ -144,7 +144,7 @@ def run_expert_rank(phases: list[Phase], index: int, rng: random.Random) -> None
                 phase.messages += len(lanes)
         if idle:
             time.sleep(3e-3)
-        if phases[at].complete():
+        if at < len(phases) and phases[at].complete():
             at += 1
     for phase in phases:
         phase.note_lost()
