@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from compose.processes import Endpoint, ProcessSpec
 from mesh.messages import Member
+from mesh.settings import MeshSettings
 
 STYLES = {
     "ready": "green",
@@ -83,7 +84,7 @@ class LauncherConsole:
                 self._show(spec.id, state, member.progress if member else 0.0)
 
     def ready(
-        self, endpoints: Sequence[Endpoint], model: str, seconds: float, request: str
+        self, endpoints: Sequence[Endpoint], model: str, seconds: float, request: str, mesh: str
     ) -> None:
         self._close_bars()
         urls = "  ".join(f"[bold green]{endpoint.url}[/]" for endpoint in endpoints)
@@ -91,7 +92,8 @@ class LauncherConsole:
         self._say("")
         self._console.print(request, style="cyan", markup=False, highlight=False, soft_wrap=True)
         self._say("")
-        self._say("[dim]`moemesh status` shows the mesh; Ctrl-C stops it.[/]")
+        which = "" if mesh == MeshSettings().name else f" --set mesh.name={mesh}"
+        self._say(f"[dim]`moemesh status{which}` shows the mesh; Ctrl-C stops it.[/]")
 
     def recovered(self, seconds: float) -> None:
         self._close_bars()

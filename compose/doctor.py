@@ -78,10 +78,11 @@ def _torch(machine: Machine) -> Iterator[Finding]:
     build = f"for CUDA {torch.cuda}" if torch.cuda else "for CPUs"
     yield _ok("torch", f"{torch.version} {build}; instructions: {torch.cpu or 'unknown'}")
     if torch.fp16_kernel:
-        yield _ok("fp16 weights", "a kernel for this CPU")
+        unit = "; those that bf16 holds: on its matrix unit (AMX)" if torch.bf16_tiles else ""
+        yield _ok("16-bit weights", f"a kernel for this CPU{unit}")
     else:
         yield Finding(
-            about="fp16 weights",
+            about="16-bit weights",
             verdict="note",
             found="no kernel for this CPU, which has neither AVX-512 nor AVX2 with FMA and F16C: "
             "matrices stay fp32, at twice the memory traffic",

@@ -315,7 +315,8 @@ class Launcher:
                     where = endpoints(self._settings)
                     needs_key = keys_required(self._settings.gateway, os.environ)
                     request = curl_line(where[0], self._model, needs_key=needs_key)
-                    self._console.ready(where, self._model, seconds, request)
+                    name = self._settings.mesh.name
+                    self._console.ready(where, self._model, seconds, request, name)
 
     def _shown(self, members: Sequence[Member]) -> list[ProcessSpec]:
         """What there is to tell of: processes that have not come up yet, and others of which the

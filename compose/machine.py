@@ -47,6 +47,8 @@ class Torch(msgspec.Struct, frozen=True, kw_only=True):
     cpu: str = ""
     """Widest instructions that it uses: DEFAULT, AVX2, AVX512."""
     fp16_kernel: bool = False
+    bf16_tiles: bool = False
+    """Whether the CPU has a matrix unit for bf16 that may be used."""
     gloo: bool = False
     nccl: str = ""
     """Version; empty where there is none, or no GPU that it could serve."""

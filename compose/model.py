@@ -52,8 +52,8 @@ def _checked(path: Path) -> ModelSpec:
 
 
 def check_workers(effective: Effective, spec: ModelSpec) -> None:
-    """Raises ``UsageError`` for more expert workers than the placement has slots a layer: one
-    without a slot only takes memory.
+    """Raises ``UsageError`` for more expert workers than the placement has slots a layer, since one
+    without a slot only takes memory, and for fewer slots than experts.
     """
     settings = effective.settings
     redundant = settings.planner.redundant_slots
@@ -63,6 +63,13 @@ def check_workers(effective: Effective, spec: ModelSpec) -> None:
             f"mesh.experts = {settings.mesh.experts} ({effective.origin['mesh.experts']}): "
             f"expected at most {most}, one slot each: {spec.num_experts} experts a layer + "
             f"planner.redundant_slots = {redundant}"
+        )
+    each, workers = settings.expert.slots_per_layer, settings.mesh.experts
+    if each and each * workers < spec.num_experts:
+        raise UsageError(
+            f"expert.slots_per_layer = {each} ({effective.origin['expert.slots_per_layer']}): "
+            f"{workers} expert workers with {each} slots each have {each * workers} a layer, "
+            f"its {spec.num_experts} experts need as many"
         )
 
 

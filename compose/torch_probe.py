@@ -12,7 +12,7 @@ import sys
 def probe() -> dict[str, object]:
     """Raises ``ImportError`` without torch."""
     import torch  # noqa: PLC0415 - is what this process is for
-    from ep_kernels.half import has_kernel  # noqa: PLC0415 - needs torch
+    from ep_kernels.half import has_kernel, has_tiles  # noqa: PLC0415 - needs torch
 
     found: dict[str, object] = {
         "version": str(torch.__version__),
@@ -20,6 +20,7 @@ def probe() -> dict[str, object]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "gloo": torch.distributed.is_available() and torch.distributed.is_gloo_available(),
         "fp16_kernel": has_kernel(),
+        "bf16_tiles": has_tiles(),
     }
     if not torch.cuda.is_available():
         return found

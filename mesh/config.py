@@ -276,6 +276,7 @@ _RULES: Mapping[str, _Rule] = {
     "router.block_size": _POSITIVE,
     "router.kv_cache_bytes": _NOT_NEGATIVE,
     "router.threads": _POSITIVE,
+    "router.matrix_threads": _Rule(lambda v: 0 <= v <= 256, "expected 0 to 256"),
     "router.capacity_tokens": _POSITIVE,
     "router.expert_timeout_s": _POSITIVE,
     "expert.device": _DEVICE,

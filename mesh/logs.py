@@ -17,6 +17,7 @@ import contextlib
 import logging
 import re
 import sys
+import threading
 from collections.abc import Mapping, MutableMapping
 from typing import Any, TextIO, cast
 
@@ -52,13 +53,14 @@ def configure(settings: LogSettings, stream: TextIO | None = None, **process: st
             structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(serializer=_json),
         ]
+    sink = _Sink(out, threading.Lock())
     structlog.configure(
         processors=[*common, *final],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Sink(out))),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", sink)),
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(_Sink(out))
+    handler = logging.StreamHandler(sink)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[
@@ -98,21 +100,28 @@ def _as_fields(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> M
     return {**event, **fields, "event": found["name"]}
 
 
-class _Sink:
-    """Writes what can be written: whoever read the log may be gone (a killed launcher, a
-    restarted journal), and that must not end, or keep from ending, a service.
+class _Sink(threading.local):
+    """Writes what can be written, line by line: whoever read the log may be gone (a killed
+    launcher, a restarted journal), and that must not end, or keep from ending, a service.
+
+    A line may be written in several calls, and lines of several threads and both libraries must not
+    mix: each thread has a begun line of its own.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, lock: threading.Lock) -> None:
         self._stream = stream
+        self._lock = lock
+        self._begun = ""
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self._stream.write(text)
+        lines, end, self._begun = (self._begun + text).rpartition("\n")
+        if end:
+            with self._lock, contextlib.suppress(OSError):
+                self._stream.write(lines + end)
         return len(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             self._stream.flush()
 
 

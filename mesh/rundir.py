@@ -179,13 +179,17 @@ class Claim:
 
 
 def claim(directory: Path, id: str) -> Claim:  # noqa: A002
-    """Make this process the only one of its id, or raise ``AlreadyRunning``.
+    """Make this process the only one of its id. Raises ``AlreadyRunning``, or ``RunDirError`` where
+    nothing can be written.
 
     Two planners on one ``ipc://`` path would silently take each other's members.
     """
     path = directory / f"{id}.pid"
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise RunDirError(f"{path} cannot be made: {error.strerror}") from None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -200,9 +204,14 @@ def claim(directory: Path, id: str) -> Claim:  # noqa: A002
         if same:
             break
         os.close(fd)
-    os.ftruncate(fd, 0)
-    os.write(fd, f"{os.getpid()}\n".encode())
-    return Claim(path, fd)
+    held = Claim(path, fd)
+    try:
+        os.ftruncate(fd, 0)
+        os.write(fd, f"{os.getpid()}\n".encode())
+    except OSError as error:
+        held.release()
+        raise RunDirError(f"{path} cannot be written: {error.strerror}") from None
+    return held
 
 
 def running_pid(directory: Path, id: str) -> int | None:  # noqa: A002

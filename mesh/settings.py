@@ -151,7 +151,7 @@ class RouterSettings(_Section, frozen=True, kw_only=True):
     threads: int = 1
     """Threads of tensor operations. More than one pays only on idle cores."""
     matrix_threads: int = 0
-    """Threads of products with large fp16 matrices while none of the router's tokens is with the
+    """Threads of products with large 16-bit matrices while none of the router's tokens is with the
     experts: those of this host have cores to spare then. 0: one for each core that the process may
     use, divided by mesh.routers and tp, at most 4. Never fewer than threads."""
     capacity_tokens: int = 256

@@ -38,8 +38,10 @@ class Range(msgspec.Struct, frozen=True):
         low_ok = value > self.low if self.low_open else value >= self.low
         if not (low_ok and value <= self.high):
             bound = f"more than {self.low}" if self.low_open else f"at least {self.low}"
+            also = ", or -1" if self.or_minus_one else ""
             raise InvalidValue(
-                f"{name} must be {bound} and at most {self.high}, got {shown(value)}.", param=name
+                f"{name} must be {bound} and at most {self.high}{also}, got {shown(value)}.",
+                param=name,
             )
 
 

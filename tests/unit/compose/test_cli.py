@@ -52,6 +52,11 @@ def test_config_shows_a_flag_as_the_origin(moemesh, tmp_path):
         (("--experts", "0"), ("mesh.experts", "flag --experts")),
         (("--model", "/nowhere"), ("model.path", "/nowhere")),
         (("--experts", "1000"), ("mesh.experts = 1000 (flag --experts)", "expected at most")),
+        (
+            ("--set", "expert.slots_per_layer=3"),
+            ("expert.slots_per_layer = 3 (flag --set", "2 expert workers with 3 slots each have 6"),
+        ),
+        (("--set", "router.matrix_threads=-1"), ("router.matrix_threads = -1", "0 to 256")),
         (("--routers", "1000"), ("mesh.routers", "expert.max_lanes = 64")),
         (("--gateways", "1000"), ("mesh.gateways", "1 to 64")),
         (("--port", "65535", "--gateways", "2"), ("gateway.port", "expected at most 65534")),

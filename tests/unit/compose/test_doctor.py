@@ -136,7 +136,7 @@ def test_gpus_are_told_with_what_they_reach() -> None:
         (without(GPU, torch=None), "torch", "note", "moemesh[gpu-cu13]"),
         (without(GPU, torch=None, driver="550.1"), "torch", "note", "moemesh[gpu-cu12]"),
         (without(CPU, torch=None, torch_error="no libgomp"), "torch", "fault", "moemesh[cpu]"),
-        (torch_with(CPU, fp16_kernel=False), "fp16 weights", "note", ""),
+        (torch_with(CPU, fp16_kernel=False), "16-bit weights", "note", ""),
         (without(CPU, driver="580.1"), "driver", "note", "moemesh[gpu-cu13]"),
         (without(GPU, driver="550.54"), "driver", "fault", "newer driver"),
         (torch_with(GPU, gpus=()), "driver", "fault", "CUDA_VISIBLE_DEVICES"),

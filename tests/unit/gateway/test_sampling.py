@@ -64,7 +64,7 @@ def test_values_out_of_range_are_named(name, bad):
 
 
 def test_bounds_and_values_are_shown_as_people_write_them():
-    with pytest.raises(InvalidValue, match=r"at least 0 and at most 2147483647, got 2147483648\."):
+    with pytest.raises(InvalidValue, match=r"at most 2147483647, or -1, got 2147483648\."):
         rules.check_ranges(completion(top_k=2**31))
     with pytest.raises(InvalidValue, match=r"got -0\.1\."):
         rules.check_ranges(completion(top_p=-0.1))

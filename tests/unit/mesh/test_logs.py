@@ -3,6 +3,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,6 +67,15 @@ def test_auto_means_json_when_nobody_watches() -> None:
     logs.configure(LogSettings(format="auto"), out)
     structlog.get_logger("x").info("plan.committed")
     json.loads(out.getvalue())
+
+
+class PausingStream(io.StringIO):
+    """Lets other threads in after every write."""
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        time.sleep(0)
+        return written
 
 
 @pytest.fixture
@@ -131,3 +142,25 @@ def test_standard_library_records_come_out_the_same_way() -> None:
     finally:
         root.handlers[:], level = before
         root.setLevel(level)
+
+
+def test_lines_of_several_threads_and_both_libraries_do_not_mix(root: logging.Logger) -> None:
+    """On a stream that passes every write on at once, as standard error does unbuffered."""
+    out = PausingStream()
+    logs.configure(LogSettings(format="json"), out)
+
+    def events(log: Any) -> None:
+        for number in range(200):
+            log.warning("thing.seen at %d", number)
+
+    threads = [
+        threading.Thread(target=events, args=(log,))
+        for log in (structlog.get_logger("a"), root, structlog.get_logger("b"))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 600
+    assert all(json.loads(line)["event"].startswith("thing.seen") for line in lines)

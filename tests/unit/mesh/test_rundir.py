@@ -158,3 +158,11 @@ def test_an_id_is_held_by_one_process_until_it_dies(tmp_path: Path) -> None:
         other.communicate()
     with rundir.claim(tmp_path, "router-0"):
         assert (tmp_path / "router-0.pid").read_text() == f"{os.getpid()}\n"
+
+
+def test_a_place_that_takes_nothing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match=r"gone/router-0\.pid cannot be made: No such file"):
+        rundir.claim(tmp_path / "gone", "router-0")
+    (tmp_path / "router-0.pid").symlink_to("/dev/full")
+    with pytest.raises(RunDirError, match=r"router-0\.pid cannot be written: "):
+        rundir.claim(tmp_path, "router-0")
