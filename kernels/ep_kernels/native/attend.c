@@ -21,6 +21,7 @@ typedef struct {
     const int64_t *blocks; /* of row r from offset[r] on */
     const int64_t *offset, *skip, *keys; /* [rows]; skip: rows of its first block that it does not see */
     float *out;            /* [rows, heads, shared, value_dim] */
+    int64_t lanes;         /* values that a vector holds: set here */
 } attend_work;
 
 enum { KEYS_AT_ONCE = 16, MOST_QUERIES = 256 };
@@ -42,6 +43,7 @@ enum { KEYS_AT_ONCE = 16, MOST_QUERIES = 256 };
 #include "attend_width.h"
 
 #if defined(__x86_64__)
+#include "cpu.h"
 #include <immintrin.h>
 
 #define NAME(x) x##_avx512
@@ -83,17 +85,32 @@ static void do_head(void *work, int64_t piece) {
     const attend_work *is = work;
     int64_t row = piece / is->shape.heads, head = piece % is->shape.heads;
 #if defined(__x86_64__)
-    int64_t lanes = is->shape.most_lanes;
-    if (lanes >= 16 && __builtin_cpu_supports("avx512f")) return head_avx512(is, row, head);
-    if (lanes >= 8 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        return head_avx2(is, row, head);
+    int64_t lanes = is->lanes;
+    if (lanes == 16) return head_avx512(is, row, head);
+    if (lanes == 8) return head_avx2(is, row, head);
 #endif
     head_plain(is, row, head);
+}
+
+/* Values that this CPU's vectors hold. Asked for once: in a virtual machine that takes 50 us. */
+static int64_t widest_lanes(void) {
+    static int64_t known; /* written with the same value by whoever asks first */
+    int64_t lanes = __atomic_load_n(&known, __ATOMIC_RELAXED);
+    if (!lanes) {
+        lanes = 1;
+#if defined(__x86_64__)
+        lanes = cpu_has_avx512() ? 16 : cpu_has_avx2() ? 8 : 1;
+#endif
+        __atomic_store_n(&known, lanes, __ATOMIC_RELAXED);
+    }
+    return lanes;
 }
 
 typedef void (*crew)(void (*piece)(void *, int64_t), void *work, int64_t pieces);
 
 /* All rows; `share` has a crew do the pieces. */
 void moemesh_attend(crew share, attend_work *work, int64_t rows) {
+    int64_t most = work->shape.most_lanes, widest = widest_lanes();
+    work->lanes = most < widest ? most : widest;
     share(do_head, work, rows * work->shape.heads);
 }

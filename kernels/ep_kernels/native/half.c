@@ -39,6 +39,7 @@ typedef struct {
 } half_rows;
 
 #if defined(__x86_64__)
+#include "cpu.h"
 #include <immintrin.h>
 
 /* Hardware fetches ahead within a page of 4 KiB only; a stream of weights wants more. */
@@ -116,9 +117,7 @@ static const struct kernel {
   avx2 = {16, 6, {0, sums_avx2_1, sums_avx2_2, sums_avx2_3, sums_avx2_4, sums_avx2_5, sums_avx2_6}};
 
 static int runs(const struct kernel *is) {
-    if (is == &avx512) return __builtin_cpu_supports("avx512f");
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-           __builtin_cpu_supports("f16c");
+    return is == &avx512 ? cpu_has_avx512() : cpu_has_avx2();
 }
 
 /* Panels `from` to `to` of one matrix, which fit a core's second cache if there are many rows. */

@@ -17,7 +17,7 @@ enum { TILE_WIDTH = 32, TILE_INPUTS = 32, TILE_ROWS = 16, TILE_PARTS = 3 };
 enum { VECTOR_ROWS = 8 };
 
 #if defined(__x86_64__) && defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 12)
-#include <cpuid.h>
+#include "cpu.h"
 #include <immintrin.h>
 #include <sys/syscall.h>
 
@@ -33,13 +33,10 @@ typedef struct {
 
 /* Whether this CPU has tiles of bf16 and the kernel lets this process use them: it must ask. */
 static int tiles_run(void) {
-    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18, BF16 = 1 << 22, TILES = 1 << 24 };
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
     static int known; /* 1: no, 2: yes; written with the same value by whoever asks first */
     if (!__atomic_load_n(&known, __ATOMIC_RELAXED)) {
-        unsigned a, b, c, d;
-        int yes = __builtin_cpu_supports("avx512f") && __get_cpuid_count(7, 0, &a, &b, &c, &d) &&
-                  (d & BF16) && (d & TILES) &&
-                  !syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA);
+        int yes = cpu_has_tiles() && !syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA);
         __atomic_store_n(&known, 1 + yes, __ATOMIC_RELAXED);
     }
     return known == 2;
