@@ -1,7 +1,7 @@
 """Weight matrices packed for a CPU's fastest linear kernel.
 
-Four storages, one call. Reading weights bounds decoding, so fp16 storage (fp32 arithmetic) halves
-its time; a matrix that fits a core's cache is bound by the call itself and stays a plain tensor.
+Several storages, one call. Reading weights bounds decoding, so 16 bits (fp32 arithmetic) halve its
+time; a matrix that fits a core's cache is bound by the call itself and stays a plain tensor.
 
 Packing has two steps: ``keep`` chooses the storage and rounds the values to it, ``pack`` lays them
 out for the kernel. Unpacking (``PackedLinear.matrix``) gives the kept values back bit by bit, so

@@ -230,13 +230,10 @@ def test_over_gloo_a_device_and_a_cpu_serve_one_mesh(
         check(mesh, tokenizer, *cases[0])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
-@pytest.mark.parametrize("role", ["router", "expert"])
-def test_a_service_whose_device_is_not_there_ends_at_start_and_says_so(
-    role: str, tmp_path: Path
-) -> None:
+def why_it_cannot_serve(role: str, run_dir: Path, setting: str) -> str:
+    """What a service that is started by itself with ``setting`` says as it ends."""
     command = [sys.executable, "-m", f"{role}_svc", "--id", f"{role}-0"]
-    settings = [f"mesh.run_dir={tmp_path}", f"{role}.device=cuda", "logs.format=json"]
+    settings = [f"mesh.run_dir={run_dir}", setting, "logs.format=json"]
     done = subprocess.run(
         [*command, *(word for one in settings for word in ("--set", one))],
         capture_output=True, text=True, timeout=120, check=False,
@@ -244,21 +241,22 @@ def test_a_service_whose_device_is_not_there_ends_at_start_and_says_so(
     assert done.returncode == 2, done.stdout + done.stderr
     last = json.loads((done.stdout + done.stderr).strip().splitlines()[-1])
     assert last["event"] == "service.cannot_serve"
-    assert last["reason"].startswith("device 'cuda' cannot be used: torch")
+    return str(last["reason"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+@pytest.mark.parametrize("role", ["router", "expert"])
+def test_a_service_whose_device_is_not_there_ends_at_start_and_says_so(
+    role: str, tmp_path: Path
+) -> None:
+    reason = why_it_cannot_serve(role, tmp_path, f"{role}.device=cuda")
+    assert reason.startswith("device 'cuda' cannot be used: torch")
 
 
 @pytest.mark.parametrize(("role", "plane"), [("router", "nccl"), ("expert", "symm")])
 def test_a_plane_of_devices_is_refused_to_a_service_on_the_cpu_and_the_settings_are_named(
     role: str, plane: str, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", f"{role}_svc", "--id", f"{role}-0"]
-    settings = [f"mesh.run_dir={tmp_path}", f"network.data_plane={plane}", "logs.format=json"]
-    done = subprocess.run(
-        [*command, *(word for one in settings for word in ("--set", one))],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stdout + done.stderr
-    last = json.loads((done.stdout + done.stderr).strip().splitlines()[-1])
-    assert last["event"] == "service.cannot_serve"
-    assert f"the {plane} plane" in last["reason"]
-    assert "router.device and expert.device must both be cuda" in last["reason"]
+    reason = why_it_cannot_serve(role, tmp_path, f"network.data_plane={plane}")
+    assert f"the {plane} plane" in reason
+    assert "router.device and expert.device must both be cuda" in reason
