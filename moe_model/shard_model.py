@@ -30,10 +30,7 @@ class RouterShard(RouterModel):
 
     def embed_part(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``[n]`` -> ``[n, hidden]``; zeros for tokens of other ranks."""
-        ours = self._vocabulary
-        others = (token_ids < ours.start) | (token_ids >= ours.stop)
-        local = token_ids.clamp(ours.start, ours.stop - 1) - ours.start
-        return embedding(local, self._table).float().masked_fill_(others.unsqueeze(1), 0.0)
+        return own_embeddings(self._table, self._vocabulary, token_ids)
 
     def attend_part(self, layer: int, h: torch.Tensor, plan: StepPlan, kv: KVCache) -> torch.Tensor:
         """Over the rank's own heads. Writes its rows of ``layer`` to ``kv``."""
@@ -71,3 +68,12 @@ def load_shard(
     spec = load_spec(path)
     shard = Shard(spec, rank, size)
     return load_parts(path, spec, shard, weights=weights, exact=exact, progress=progress)
+
+
+def own_embeddings(table: torch.Tensor, ours: Cut, token_ids: torch.Tensor) -> torch.Tensor:
+    """``token_ids [n]`` -> ``[n, hidden]`` fp32 from ``table [tokens of ours, hidden]``; zeros for
+    tokens of other ranks.
+    """
+    others = (token_ids < ours.start) | (token_ids >= ours.stop)
+    local = token_ids.clamp(ours.start, ours.stop - 1) - ours.start
+    return embedding(local, table).float().masked_fill_(others.unsqueeze(1), 0.0)

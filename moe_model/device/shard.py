@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import embedding
 
 from moe_model.device.model import DeviceCache, DeviceModel, DeviceParts
 from moe_model.device.plan import DevicePlan
 from moe_model.shard import Cut
+from moe_model.shard_model import own_embeddings
 
 
 class DeviceShard(DeviceModel):
@@ -24,11 +24,7 @@ class DeviceShard(DeviceModel):
 
     def embed_part(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``[n]`` -> ``[n, hidden]``; zeros for tokens of other ranks."""
-        ours = self._vocabulary
-        others = (token_ids < ours.start) | (token_ids >= ours.stop)
-        local = token_ids.clamp(ours.start, ours.stop - 1) - ours.start
-        rows = embedding(local, self._parts.table).float()
-        return rows.masked_fill_(others.unsqueeze(1), 0.0)
+        return own_embeddings(self._parts.table, self._vocabulary, token_ids)
 
     def attend_part(
         self, layer: int, h: torch.Tensor, plan: DevicePlan, kv: DeviceCache
