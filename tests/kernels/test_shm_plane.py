@@ -210,7 +210,7 @@ def plain_file(tmp_path, size):
 def test_a_bad_offer_is_refused_with_its_reason(pair, tmp_path):
     total = lay_out(SHAPE).total_bytes
     assert present(pair, offer()) == ""
-    assert "lane protocol 2, expected 1" in present(pair, offer(protocol=2))
+    assert "lane protocol 3, expected 2" in present(pair, offer(protocol=3))
     assert "not a lane message" in present(pair, b"\xff\x00")
     assert "not a lane message: list" in present(pair, b"[]")
     assert "Offer.hidden is '24', expected int" in present(pair, offer(hidden="24"))

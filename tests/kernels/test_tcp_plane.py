@@ -149,7 +149,7 @@ def test_an_impostor_is_no_expert_worker(tmp_path):
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (encode(an_offer(protocol=2)), "lane protocol 2, expected 1"),
+        (encode(an_offer(protocol=3)), "lane protocol 3, expected 2"),
         (encode(an_offer(wire="int8")), "wire dtype 'int8'"),
         (encode(an_offer(ring_slots=0)), "at least 1"),
         (encode(an_offer(capacity_tokens=1 << 40)), "a lane may take"),

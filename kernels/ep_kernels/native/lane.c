@@ -56,6 +56,50 @@ int32_t moemesh_lane_arrivals(const lane_end *lanes, int32_t count, int64_t *fou
     return parts;
 }
 
+static inline void spin_pause(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+enum { LEAST_PAUSE_NS = 50000, MOST_PAUSE_NS = 1000000 };
+
+/* Wait while a router's device sends parts by itself, which rings no doorbell: until one has come, or
+ * the doorbell's word is not `seen` any more (1), or no lane is marked busy (0). After limit_ns without
+ * any of it the marks are given up, and 0 returned. At first, for spin_ns, without sleeping. */
+int32_t moemesh_lane_attend(const lane_end *lanes, int32_t count, const uint32_t *bell, uint32_t seen,
+                            int64_t spin_ns, int64_t limit_ns) {
+    const int64_t began = lane_now();
+    long pause = LEAST_PAUSE_NS;
+    for (;;) {
+        int busy = 0;
+        for (int32_t lane = 0; lane < count; lane++) {
+            const lane_end *end = lanes + lane;
+            const int64_t mark = lane_flag(end->busy);
+            if (!mark || mark == *end->given_up) continue;
+            busy = 1;
+            for (int64_t slot = 0; slot < end->count; slot++)
+                if (lane_flag(end->slots[slot]->request_flag) != end->seen[slot]) return 1;
+        }
+        if (!busy) return 0;
+        if (__atomic_load_n(bell, __ATOMIC_ACQUIRE) != seen) return 1;
+        const int64_t waited = lane_now() - began;
+        if (waited >= limit_ns) break;
+        if (waited < spin_ns) {
+            spin_pause();
+            continue;
+        }
+        const struct timespec rest = {0, pause};
+        nanosleep(&rest, NULL);
+        pause = 2 * pause < MOST_PAUSE_NS ? 2 * pause : MOST_PAUSE_NS;
+    }
+    for (int32_t lane = 0; lane < count; lane++)
+        *lanes[lane].given_up = lane_flag(lanes[lane].busy);
+    return 0;
+}
+
 void moemesh_lane_answer(const ring_slot *at, int64_t sequence, int64_t status, int64_t began_ns,
                          int64_t compute_ns, int64_t rows) {
     lane_answer(at, sequence, status, began_ns, compute_ns, rows);

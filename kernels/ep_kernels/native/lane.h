@@ -30,6 +30,8 @@ typedef struct {
     int64_t *seen, *answered;
     int64_t count;
     int64_t sums_in_slot; /* parts are fp32, and answers are sums that lie in the slot */
+    const int64_t *busy;  /* the router's mark: not 0 while parts may come that ring no doorbell */
+    int64_t *given_up;    /* a mark under which nothing came for too long */
 } lane_end;
 
 static inline int64_t lane_now(void) {

@@ -136,6 +136,11 @@ class Doorbell(_Word):
     def value(self) -> int:
         return self._values[0]
 
+    @property
+    def address(self) -> int:
+        """Of the word, for C."""
+        return self._address
+
     def ring(self) -> None:
         """Wake the owner's waiting thread from another one."""
         self._write(_OWNER | (next(self._counter) & _COUNTER_MASK), _hand_over_call)

@@ -20,7 +20,7 @@ import torch
 
 from ep_kernels.plane import LaneShape, PlaneError
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 MAX_PATH_BYTES: Final = 107
 """Longest path of a Unix socket on Linux."""
 

@@ -27,6 +27,7 @@ from ep_kernels.plane import (
     Part,
     PlaneError,
 )
+from ep_kernels.shm.doorbell import Doorbell
 from ep_kernels.shm.layout import LaneLayout, Layout, lay_out
 
 Int64Array = npt.NDArray[np.int64]
@@ -50,6 +51,9 @@ _request.argtypes = (_POINTER, _LONG, _POINTER)
 _arrivals: Final = _library.moemesh_lane_arrivals
 _arrivals.restype = _NUMBER
 _arrivals.argtypes = (_POINTER, _NUMBER, _POINTER)
+_attend: Final = load("lane", keeps_lock=False).moemesh_lane_attend
+_attend.restype = _NUMBER
+_attend.argtypes = (_POINTER, _NUMBER, _POINTER, ctypes.c_uint32, _LONG, _LONG)
 _answer: Final = _library.moemesh_lane_answer
 _answer.restype = None
 _answer.argtypes = (_POINTER, *(_LONG,) * 5)
@@ -161,6 +165,11 @@ class RingSlot:
         )
         self.at = ctypes.addressof(self._held)
 
+    @property
+    def addresses(self) -> _Slot:
+        """Where its regions are in this process."""
+        return self._held
+
     def write_request(self, request: Request) -> None:
         _REQUEST.pack_into(self._mapping, self._request_at, *request)
 
@@ -201,7 +210,7 @@ class LaneMemory:
     ring slot, as it takes them.
     """
 
-    __slots__ = ("answer_flags", "layout", "request_flags", "slots")
+    __slots__ = ("answer_flags", "busy", "layout", "request_flags", "slots")
 
     out_in_slot: ClassVar[bool] = True
     """Whether ``out`` lies in the slot, where C can write it."""
@@ -214,6 +223,9 @@ class LaneMemory:
         self.layout = layout
         self.request_flags = view[: 8 * count].cast("q")
         self.answer_flags = view[layout.answer_flags : layout.answer_flags + 8 * count].cast("q")
+        self.busy = view[layout.busy : layout.busy + 8].cast("q")
+        """``[1]``: not 0 while the router's device sends parts by itself, which rings no doorbell;
+        another number each time."""
         self.slots = tuple(
             RingSlot(mapping, layout, index, rows[index] if rows else None)
             for index in range(count)
@@ -288,14 +300,19 @@ class LaneEnds:
         self._slots = [
             np.array([slot.at for slot in memory.slots], dtype=np.uintp) for memory, *_ in lanes
         ]
+        self._given_up = np.zeros(max(1, len(self._lanes)), dtype=np.int64)
         self._ends = np.array(
             [
                 (
                     *(array.ctypes.data for array in (slots, seen, answered)),
                     slots.size,
                     sums and memory.out_in_slot,
+                    np.frombuffer(memory.busy, dtype=np.int64).ctypes.data,
+                    self._given_up[number:].ctypes.data,
                 )
-                for slots, (memory, seen, answered, sums) in zip(self._slots, lanes, strict=True)
+                for number, (slots, (memory, seen, answered, sums)) in enumerate(
+                    zip(self._slots, lanes, strict=True)
+                )
             ],
             dtype=np.int64,
         )
@@ -307,6 +324,20 @@ class LaneEnds:
     def serve(self, banks: FewBanks) -> Served | None:
         """See ``ExpertPlane``."""
         return banks.serve(self._at, len(self._lanes))
+
+    def attend(self, bell: Doorbell, seen: int, spin_ns: int, timeout_s: float) -> bool:
+        """Wait for what comes over lanes that are marked busy, without their ringing ``bell``; at
+        first for ``spin_ns`` without sleeping. Returns at once when there is none such; whether
+        something may have come, ``bell`` rung since it was ``seen`` included.
+
+        Under marks that did not change for ``timeout_s`` without a part nothing is expected any
+        more: whoever sleeps then is woken by the doorbell alone.
+        """
+        return bool(
+            _attend(
+                self._at, len(self._lanes), bell.address, seen, spin_ns, int(timeout_s * 1e9)
+            )
+        )
 
     def look(self) -> list[Came]:
         """Requests whose flag is not the one last seen, which becomes the one last seen."""

@@ -2,6 +2,7 @@
 
     request flags    [ring_slots] int64, written by the router
     answer flags     [ring_slots] int64, written by the expert worker
+    busy mark        int64, written by the router
     ring slot 0..    request header, answer header,
                      pair token, slot, expert (int32), weight (fp32): [capacity_pairs] each,
                      x [capacity_tokens, hidden] in the wire dtype,
@@ -57,6 +58,7 @@ class LaneLayout:
 
     shape: LaneShape
     answer_flags: int
+    busy: int
     slots: int
     slot_bytes: int
     answer_header: int
@@ -113,7 +115,7 @@ def lay_out(shape: LaneShape) -> LaneLayout:
     out_rows = shape.capacity_pairs if shape.exact else shape.capacity_tokens
     out_bytes = _lines(out_rows * shape.hidden * 4)
     slot_bytes = 2 * _HEADER_BYTES + 4 * pair_array_bytes + x_bytes + out_bytes
-    total_bytes = 2 * flags_bytes + shape.ring_slots * slot_bytes
+    total_bytes = 2 * flags_bytes + LINE_BYTES + shape.ring_slots * slot_bytes
     if total_bytes > MAX_LANE_BYTES:
         raise PlaneError(
             f"a lane may take {MAX_LANE_BYTES} bytes, this one needs {total_bytes}: "
@@ -126,7 +128,8 @@ def lay_out(shape: LaneShape) -> LaneLayout:
     return LaneLayout(
         shape=shape,
         answer_flags=flags_bytes,
-        slots=2 * flags_bytes,
+        busy=2 * flags_bytes,
+        slots=2 * flags_bytes + LINE_BYTES,
         slot_bytes=slot_bytes,
         answer_header=_HEADER_BYTES,
         pairs=pairs,

@@ -28,7 +28,7 @@ from ep_kernels.shm.watcher import Watcher, is_closed
 _log = logging.getLogger(__name__)
 
 
-class _InFlight:
+class InFlight:
     """A message that the expert worker has not answered."""
 
     __slots__ = ("rows", "sequence", "slot", "ticket")
@@ -76,7 +76,7 @@ class RouterLane:
         self.bell = bell
         self.close = close
         self.free = list(reversed(lane_memory.slots))  # the last freed is the warmest
-        self.in_flight: list[_InFlight] = []
+        self.in_flight: list[InFlight] = []
         self.next_sequence = 1
 
 
@@ -203,7 +203,7 @@ class ShmRouterPlane:
         sequence = lane.next_sequence
         lane.next_sequence = sequence + 1
         ticket = next(self._tickets)
-        lane.in_flight.append(_InFlight(slot, sequence, pairs if shape.exact else tokens, ticket))
+        lane.in_flight.append(InFlight(slot, sequence, pairs if shape.exact else tokens, ticket))
         lane.memory.send(slot, part, sequence)
         copied = perf_counter_ns()
         lane.bell.ring()
@@ -242,7 +242,7 @@ class ShmRouterPlane:
     def in_flight(self) -> int:
         return sum(self._shape.ring_slots - len(lane.free) for lane in self._lanes.values())
 
-    def _collect(self, lane: RouterLane, done: list[_InFlight], answers: list[Answer]) -> None:
+    def _collect(self, lane: RouterLane, done: list[InFlight], answers: list[Answer]) -> None:
         acquire()
         for message in done:
             slot = message.slot

@@ -20,6 +20,7 @@ KERNEL_MODULES: Final[tuple[str, ...]] = (
     "quantise",
     "grouped_gemm",
     "all_to_all",
+    "lane_messages",
     "attention",
     "rows",
     "sampling",

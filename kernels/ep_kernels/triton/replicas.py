@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -139,8 +140,31 @@ class ReplicaSplit:
         """``physical [places]`` int32: the physical slot at each place, as the result is to name
         it. Raises ``KernelArgumentError`` for places that do not belong together.
         """
-        num_ranks, device = sent.recent.shape[0], sent.recent.device
-        count = places.rank.size
+        self.sent = sent
+        tables = self._tables(places, physical)
+        self.num_experts = places.first.size - 1
+        self._shape = _shape_of(places)
+        self._most_copies, self._replicated, _ = self._shape
+        device = sent.recent.device
+        self._expert, self._rank, self._copies, self._first, self._physical = (
+            table.to(device=device, dtype=torch.int32) for table in tables
+        )
+
+    def replace(self, places: Places, physical: IntArray) -> bool:
+        """Go by other places from now on, with the same tensors: captured work goes by them too.
+        False, and nothing is changed, where they are not as many or otherwise shared out. Raises
+        ``KernelArgumentError``.
+        """
+        tables = self._tables(places, physical)
+        if places.first.size - 1 != self.num_experts or _shape_of(places) != self._shape:
+            return False
+        own = (self._expert, self._rank, self._copies, self._first, self._physical)
+        for into, table in zip(own, tables, strict=True):
+            into.copy_(table)
+        return True
+
+    def _tables(self, places: Places, physical: IntArray) -> tuple[torch.Tensor, ...]:
+        num_ranks, count = self.sent.recent.shape[0], places.rank.size
         if physical.shape != (count,) or places.first[-1] != count:
             raise KernelArgumentError(
                 "physical", f"for {physical.size} places", f"a slot for each of {count}"
@@ -150,21 +174,14 @@ class ReplicaSplit:
                 "places", f"on ranks up to {places.rank.max()}", f"ranks 0 to {num_ranks - 1}"
             )
         copies = torch.from_numpy(places.first).diff()
-        self.num_experts = copies.shape[0]
-        check_positive("experts", self.num_experts)
-        self.sent = sent
-        self._most_copies = int(copies.max())
-        self._replicated = int((copies > 1).sum())
-        expert = torch.arange(self.num_experts, dtype=torch.int32).repeat_interleave(copies)
-        tables = (
+        check_positive("experts", copies.shape[0])
+        expert = torch.arange(copies.shape[0], dtype=torch.int32).repeat_interleave(copies)
+        return (
             expert,
             torch.from_numpy(places.rank),
             copies.repeat_interleave(copies),
             torch.from_numpy(places.first),
             torch.from_numpy(physical),
-        )
-        self._expert, self._rank, self._copies, self._first, self._physical = (
-            table.to(device=device, dtype=torch.int32) for table in tables
         )
 
     def __call__(self, experts: torch.Tensor) -> torch.Tensor:
@@ -213,6 +230,12 @@ class ReplicaSplit:
             num_warps=counting.num_warps,
         )
         return slots
+
+
+def _shape_of(places: Places) -> tuple[int, int, int]:
+    """What kernels are compiled for: the most places of an expert, experts with several, places."""
+    copies = np.diff(places.first)
+    return int(copies.max(initial=0)), int((copies > 1).sum()), places.rank.size
 
 
 def reference_split(

@@ -5,18 +5,22 @@ a memfd as there. x and out of all ring slots lie in one allocation of the route
 descriptor travels with the offer (``Shared``): on a GPU memory that CUDA shares between processes,
 in Triton's interpreter another memfd.
 
-A part's rows are written by one launch of ``put`` into an inbox there: gathered, rounded to the
-wire's type. The host waits until the device has written them, and then publishes the message: the
-peer's device would not wait for a flag that the peer's host has read. An expert worker's device
-reads them in place and writes its sums where they belong; they are there when it answers.
+A part's rows are written by one launch of ``lane_messages.send``: gathered, rounded to the wire's
+type. The host waits until the device has written them, and then publishes the message. Or it lets
+its device send by itself (``SymmRouterPlane.take``): then the kernel writes header, pairs and flag
+too, into the lane's host memory, which the worker's host looks at as ever, and another one waits
+for the answer. An expert worker's device reads rows in place and writes its sums where they belong;
+they are there when it answers.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from mmap import mmap
-from time import monotonic_ns
+from time import perf_counter_ns
 from typing import ClassVar, Final, Protocol
 
 import numpy as np
@@ -26,19 +30,20 @@ from ep_kernels.plane import LaneShape, Part, PlaneError
 from ep_kernels.shm import memory
 from ep_kernels.shm.doorbell import SPIN_NS
 from ep_kernels.shm.expert import ShmExpertPlane
-from ep_kernels.shm.lane import LaneMemory, RingSlot, publish_part
+from ep_kernels.shm.lane import LaneMemory, RingSlot, acquire, publish_part
 from ep_kernels.shm.layout import LaneLayout, lay_out_apart
-from ep_kernels.shm.router import ShmRouterPlane
-from ep_kernels.triton.all_to_all import inbox
-from ep_kernels.triton.all_to_all.inbox import InboxLayout, InboxShape, Wire
+from ep_kernels.shm.router import InFlight, RouterLane, ShmRouterPlane
 from ep_kernels.triton.all_to_all.plan import Lists
-from ep_kernels.triton.all_to_all.put import put
 from ep_kernels.triton.all_to_all.symmetric import SymmetricBuffer, attach_shared, create_shared
 from ep_kernels.triton.device import Device, wait_for
+from ep_kernels.triton.lane_messages import FIELDS, send
 from ep_kernels.triton.transfer import Fixed
 from ep_kernels.triton.tuning import architecture_of
 
-_WIRES: Final = {torch.float32: Wire.FP32, torch.bfloat16: Wire.BF16}
+_WIRES: Final = (torch.float32, torch.bfloat16)
+_ALIGN: Final = 256
+
+_log = logging.getLogger(__name__)
 
 
 class Shared(Protocol):
@@ -52,6 +57,29 @@ class Shared(Protocol):
     def attach(self, fd: int, nbytes: int) -> SymmetricBuffer:
         """A peer's memory; takes over ``fd``. Raises ``PlaneError`` for what is no such memory."""
 
+    def window(self, mapping: mmap) -> HostWindow:
+        """Host memory that this process has mapped, for its device as well. Raises ``PlaneError``
+        where the driver does not give it that.
+        """
+
+
+class HostWindow(Protocol):
+    """Host memory as a device addresses it, as long as this is referred to."""
+
+    address: int
+
+
+class _SameAddress:
+    """The device is the CPU."""
+
+    def __init__(self, mapping: mmap) -> None:
+        self.address = _address_of(mapping)
+        self._mapping = mapping
+
+
+def _address_of(mapping: mmap) -> int:
+    return int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
+
 
 class HostShared:
     """For Triton's interpreter, whose device is the CPU: a memfd."""
@@ -61,6 +89,9 @@ class HostShared:
 
     def attach(self, fd: int, nbytes: int) -> SymmetricBuffer:
         return attach_shared(fd, nbytes)
+
+    def window(self, mapping: mmap) -> HostWindow:
+        return _SameAddress(mapping)
 
 
 def shared_memory(device: Device) -> Shared:
@@ -74,66 +105,72 @@ def shared_memory(device: Device) -> Shared:
 
 @dataclass(frozen=True, slots=True)
 class RowsLayout:
-    """Byte offsets in a lane's shared memory: an inbox of parts, and out of all ring slots."""
+    """Byte offsets in a lane's shared memory: x of all ring slots, then out of all."""
 
-    requests: InboxLayout
     out: int
     total_bytes: int
 
 
 def lay_out_rows(shape: LaneShape) -> RowsLayout:
-    """Raises ``PlaneError`` for a wire that ``put`` does not write."""
+    """Raises ``PlaneError`` for a wire that ``send`` does not write."""
     if shape.wire not in _WIRES:
-        raise PlaneError(f"the symm plane carries one of {tuple(_WIRES)}, not {shape.wire}")
-    # Pairs travel in host memory, where both ends look at them.
-    requests = inbox.lay_out(
-        InboxShape(1, shape.ring_slots, shape.capacity_tokens, 1, shape.hidden, _WIRES[shape.wire])
-    )
+        raise PlaneError(f"the symm plane carries one of {_WIRES}, not {shape.wire}")
+    row_bytes = shape.hidden * shape.wire.itemsize
     out_rows = shape.capacity_pairs if shape.exact else shape.capacity_tokens
-    out_bytes = 4 * shape.ring_slots * out_rows * shape.hidden
-    return RowsLayout(requests, requests.total_bytes, requests.total_bytes + out_bytes)
+    out = -(-shape.ring_slots * shape.capacity_tokens * row_bytes // _ALIGN) * _ALIGN
+    return RowsLayout(out, out + 4 * shape.ring_slots * out_rows * shape.hidden)
 
 
 class _Sender:
-    """What ``put`` needs to know of one lane's router, and where it finds each message."""
+    """What ``send`` needs to write the rows of one lane's parts."""
 
-    def __init__(self, shape: LaneShape, layout: InboxLayout, address: int, device: Device) -> None:
+    def __init__(self, shape: LaneShape, x: torch.Tensor, device: Device) -> None:
+        """``x``: of all ring slots."""
         place, capacity = device.place, shape.capacity_tokens
-        self.peer_layout = layout
-        self.architecture = architecture_of(place)
-        self.addresses = torch.tensor([address]).to(place)
-        self.me = torch.zeros(1, dtype=torch.int32, device=place)
-        self.counter = torch.zeros(1, dtype=torch.int32, device=place)
-        self.firsts = torch.zeros(1, dtype=torch.int32, device=place)
+        self._wire = shape.wire
+        self._architecture = architecture_of(place)
         self._picked = np.zeros((1, capacity), dtype=np.int32)
         self._message = Fixed(
-            device,
-            torch.from_numpy(self._picked),
-            torch.zeros((1, 2), dtype=torch.int32),
-            torch.zeros(1, dtype=torch.int64),
-            torch.zeros(3, dtype=torch.int64),
+            device, torch.from_numpy(self._picked), torch.zeros((1, 2), dtype=torch.int32)
         )
-        picked, self.counts, self.go, self.stamp = self._message.views
-        self.lists = Lists(1, capacity, 1, place)
-        self.lists.begin.zero_()  # no pairs
-        self.lists.row_token = picked
+        self._lists = Lists(1, capacity, 1, place)
+        self._lists.row_token, self._lists.counts = self._message.views
+        # Of the table's fields only the first is used: where x of the one lane lies.
+        self._lanes = [torch.tensor([[rows.data_ptr()]], device=place) for rows in x]
+        self._stamp = torch.zeros(1, dtype=torch.int64, device=place)
+        self._status, self._counter = (
+            torch.zeros(1, dtype=torch.int32, device=place) for _ in range(2)
+        )
 
-    def load(self, part: Part, sequence: int) -> None:
-        """Bring a message's rows and numbers to the device, behind what it does for the last."""
+    def __call__(self, slot: int, part: Part) -> None:
+        """Write a part's rows to a slot, behind what the device does for the last one."""
         tokens = part.block.num_tokens
         self._picked[0, :tokens] = part.block.rows
         self._message.send(
-            torch.from_numpy(self._picked),
-            torch.tensor([[tokens, 0]], dtype=torch.int32),
-            torch.tensor([sequence]),
-            torch.tensor([part.step, part.epoch, monotonic_ns()]),
+            torch.from_numpy(self._picked), torch.tensor([[tokens, 0]], dtype=torch.int32)
+        )
+        # A kernel must not be given an address of nothing.
+        x = part.x if part.x.numel() else part.x.new_zeros(1, part.x.shape[1])
+        send(
+            x if x.stride(1) == 1 else x.contiguous(),
+            self._lists,
+            self._lanes[slot],
+            self._stamp,
+            self._status,
+            self._counter,
+            0,
+            part.layer,
+            wire=self._wire,
+            pair_stride=0,
+            post=False,
+            architecture=self._architecture,
         )
 
 
 class SymmMemory(LaneMemory):
     """One end's memory of a lane: ``mapping`` has all but the rows, ``rows`` has these."""
 
-    __slots__ = ("_device", "_requests", "_rows", "_sender")
+    __slots__ = ("_device", "_mapping", "_rows", "_sender", "_window", "_x")
 
     out_in_slot: ClassVar[bool] = False
 
@@ -142,14 +179,16 @@ class SymmMemory(LaneMemory):
     ) -> None:
         shape, parts = layout.shape, lay_out_rows(layout.shape)
         ring, hidden = shape.ring_slots, shape.hidden
-        x = rows.view(parts.requests.rows, shape.wire, ring, shape.capacity_tokens, hidden)
+        x = rows.view(0, shape.wire, ring, shape.capacity_tokens, hidden)
         out = rows.view(parts.out, torch.float32, ring, layout.out_rows, hidden)
         super().__init__(mapping, layout, tuple(zip(x, out, strict=True)))
         self._device = device
-        self._requests = parts.requests
+        self._mapping = mapping
         self._rows = rows
+        self._x = x
         self._sender: _Sender | None = None
         """Made by the thread that sends, on whose stream it is used."""
+        self._window: HostWindow | None = None
 
     @classmethod
     def lay_out(cls, shape: LaneShape) -> LaneLayout:
@@ -158,26 +197,38 @@ class SymmMemory(LaneMemory):
 
     def send(self, slot: RingSlot, part: Part, sequence: int) -> None:
         """Raises ``DeviceHung``."""
-        sender = self._sender
-        if sender is None:
-            sender = self._sender = _Sender(
-                self.layout.shape, self._requests, self._rows.address, self._device
-            )
-        sender.load(part, sequence)
-        # A kernel must not be given an address of nothing.
-        x = part.x if part.x.numel() else part.x.new_zeros(1, part.x.shape[1])
-        put(
-            sender,
-            x if x.stride(1) == 1 else x.contiguous(),
-            sender.counts,
-            slot.index,
-            sender.go,
-            part.layer,
-            sender.firsts,
-            lists=sender.lists,
-        )
+        if self._sender is None:
+            self._sender = _Sender(self.layout.shape, self._x, self._device)
+        self._sender(slot.index, part)
         wait_for(self._device, self._device.mark())
         publish_part(slot, part, sequence)
+
+    def fields(self, slot: RingSlot, first: int, shared: Shared) -> list[int]:
+        """A slot as kernels of this end's device know it: see ``lane_messages.Field``. Raises
+        ``PlaneError`` where the device cannot address the lane's host memory.
+        """
+        if self._window is None:
+            self._window = shared.window(self._mapping)
+        moved = self._window.address - _address_of(self._mapping)
+        at = slot.addresses
+        return [
+            at.x,
+            at.out,
+            *(moved + host for host in (at.request, at.pair_token, at.request_flag)),
+            *(moved + host for host in (at.answer, at.answer_flag)),
+            first,
+        ]
+
+
+@dataclass(slots=True, eq=False)
+class Taken:
+    """A ring slot of each of some lanes, for the messages of one step. ``fields`` is int64
+    ``[FIELDS, lanes]``; of peers that are not asked for zeros.
+    """
+
+    lanes: list[tuple[RouterLane, RingSlot, int] | None]
+    """With the sequence of the first message."""
+    fields: np.ndarray
 
 
 class SymmRouterPlane(ShmRouterPlane):
@@ -201,7 +252,88 @@ class SymmRouterPlane(ShmRouterPlane):
     ) -> None:
         self._device = device
         self._shared = shared_memory(device)
+        # Read by kernels while they wait, so it is host memory.
+        self._abort = torch.zeros(1, dtype=torch.int64, pin_memory=device.place.type == "cuda")
+        self._abort_word = self._abort.numpy()
+        self._steps = 0
+        self._out_of_reach = False
         super().__init__(router_id, incarnation, shape, _own(digest, device), spin_ns=spin_ns)
+
+    @property
+    def abort_address(self) -> int:
+        """Of an int64 that is not 0 once a lane is gone that was open at the last ``take``."""
+        return self._abort.data_ptr()
+
+    @property
+    def pair_stride(self) -> int:
+        """Bytes from one of a message's pair arrays to the next."""
+        return self._layout.pair_array_bytes
+
+    def take(self, peers: Sequence[str | None], messages: int) -> Taken | None:
+        """A ring slot of the lane to each of ``peers`` (None: there is none to it), through which
+        this process's device may send so many messages, one after the other, until ``give_back``.
+        Their workers look for them meanwhile, though nobody rings. None where a lane is missing,
+        has no free slot, or its host memory is out of the device's reach.
+        """
+        self._abort_word[0] = 0
+        lanes = [None if peer is None else self._lanes.get(peer) for peer in peers]
+        if self._out_of_reach or any(
+            peer is not None and (lane is None or not lane.free)
+            for peer, lane in zip(peers, lanes, strict=True)
+        ):
+            return None
+        fields = np.zeros((FIELDS, len(peers)), dtype=np.int64)
+        taken: list[tuple[RouterLane, RingSlot, int] | None] = []
+        try:
+            for index, lane in enumerate(lanes):
+                if lane is not None:
+                    assert isinstance(lane.memory, SymmMemory), "this plane's own"
+                    at = lane.memory.fields(lane.free[-1], lane.next_sequence, self._shared)
+                    fields[:, index] = at
+        except PlaneError as error:
+            self._out_of_reach = True
+            _log.warning("lane.out_of_reach: %s", error)
+            return None
+        began = perf_counter_ns()
+        self._steps += 1
+        for lane in lanes:
+            if lane is None:
+                taken.append(None)
+                continue
+            taken.append((lane, lane.free.pop(), lane.next_sequence))
+            lane.next_sequence += messages
+            lane.memory.busy[0] = self._steps
+            lane.bell.ring()
+        self.signal_ns += perf_counter_ns() - began
+        return Taken(taken, fields)
+
+    def give_back(self, taken: Taken, corrupt: int = -1) -> None:
+        """The device is done with what was taken: nothing of it waits or sends any more. Slots
+        whose last message was not answered come free when it is, as an answer to a ticket that
+        nobody knows. ``corrupt``: the lane over which nonsense came, which is dropped.
+        """
+        acquire()
+        for index, entry in enumerate(taken.lanes):
+            if entry is None:
+                continue
+            lane, slot, first = entry
+            lane.memory.busy[0] = 0
+            if self._lanes.get(lane.peer) is not lane:
+                continue
+            sent = lane.memory.request_flags[slot.index]
+            request = slot.read_request()
+            if index == corrupt:
+                self.corrupt_lanes += 1
+                self._lose(lane, f"the answer to message {sent} is none: {slot.answer_header()}")
+            elif sent < first or lane.memory.answer_flags[slot.index] == sent:
+                lane.free.append(slot)
+            else:
+                rows = request.tokens
+                lane.in_flight.append(InFlight(slot, sent, rows, next(self._tickets)))
+
+    def _remove(self, lane: RouterLane) -> None:
+        super()._remove(lane)
+        self._abort_word[0] = 1
 
     def _new_memory(self) -> tuple[LaneMemory, list[int]]:
         layout = self._layout

@@ -140,6 +140,8 @@ TABLE: Final[Mapping[str, Mapping[int, Tile]]] = {
         Tile({"ROWS": 1, "BLOCK_BYTES": 4096, "BLOCK_P": 256}, 8),
         Tile({"ROWS": 8, "BLOCK_BYTES": 512, "BLOCK_P": 16}, num_warps=1),
     ),
+    # It waits by words that each thread reads: one warp sees the same.
+    "await": _everywhere(Tile(num_warps=1), Tile(num_warps=1)),
     "arrive": _everywhere(Tile({"BLOCK_P": 512}), Tile({"BLOCK_P": 32}, num_warps=1)),
     "answer": _everywhere(
         Tile({"ROWS": 1, "BLOCK_H": 2048}), Tile({"ROWS": 8, "BLOCK_H": 256}, num_warps=1)

@@ -178,6 +178,47 @@ def _settle(
         tl.store(answered_ptr + lane, status.to(tl.int32))
 
 
+def add_up(
+    pairs: Pairs,
+    lists: Lists,
+    answered: torch.Tensor,
+    sources: torch.Tensor,
+    layout: InboxLayout,
+    architecture: int,
+) -> torch.Tensor:
+    """Launch ``combine_kernel`` over partial sums that are there: lane ``l``'s rows, if
+    ``answered[l]`` is 1, at the address ``sources[l]``. ``layout``: what an answer is like.
+    ``[tokens, hidden]`` fp32.
+    """
+    tokens, top_k = pairs.rank.shape
+    lanes, hidden = answered.shape[0], layout.shape.hidden
+    shape = tile("combine", architecture)
+    out = torch.empty((tokens, hidden), device=answered.device)
+    missing = torch.empty(tokens, dtype=torch.int32, device=answered.device)
+    constants = constants_of(layout, shape, top_k=top_k, exact=False, streamed=True)
+    columns = constants["BLOCK_H"] * constants["BLOCKS_H"]
+    combine_kernel[(tokens, triton.cdiv(hidden, columns))](
+        0,
+        0,
+        pairs.rank,
+        pairs.weight,
+        lists.home,
+        answered,
+        tokens,
+        lanes,
+        sources,
+        out,
+        answered,
+        missing,
+        answered,
+        answered,
+        0,
+        num_warps=shape.num_warps,
+        **constants,
+    )
+    return out
+
+
 def combine(
     end: End,
     slot: int,

@@ -170,6 +170,42 @@ def plan_kernel(
         )
 
 
+def list_pairs(lists: Lists, pairs: Pairs, architecture: int) -> None:
+    """Launch ``plan_kernel`` for partial sums, and nothing but the lists."""
+    lanes, nothing = lists.counts.shape[0], lists.counts
+    tokens, top_k = pairs.rank.shape
+    shape = tile("plan", architecture)
+    plan_kernel[(lanes,)](
+        pairs.rank,
+        pairs.slot,
+        pairs.expert,
+        pairs.weight,
+        tokens,
+        lists.row_token,
+        lists.begin,
+        lists.pair_row,
+        lists.pair_slot,
+        lists.pair_expert,
+        lists.pair_weight,
+        lists.counts,
+        lists.home,
+        0,
+        0,
+        *(nothing,) * 5,
+        0,
+        num_warps=shape.num_warps,
+        K=top_k,
+        CAP=lists.tokens,
+        EXACT=False,
+        CLAIM=False,
+        SLOTS=0,
+        FLAG_STRIDE=0,
+        TAKEN=0,
+        BLOCK_T=shape["BLOCK_T"],
+        BLOCK_K=triton.next_power_of_2(top_k),
+    )
+
+
 def plan(
     end: End,
     lists: Lists,
