@@ -65,7 +65,7 @@ class DeviceGroupModel(DeviceShard):
         self._ranks = ranks
         self._widths = _head_widths(parts.spec, self.shard.size)
         self._plans = 0
-        self._stream = Watched(self._stream, followers.watch(owing=False))
+        self.stream = Watched(self.stream, followers.watch(owing=False))
 
     @property
     def waited_ns(self) -> int:
@@ -126,7 +126,7 @@ class DeviceGroupModel(DeviceShard):
         finally:
             with _group_lost():
                 whole = self._ranks.side_by_side(own, self._widths)
-        return download(self._device, self._stream, whole)[0]
+        return download(self._device, self.stream, whole)[0]
 
     def _sum(
         self,

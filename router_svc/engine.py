@@ -23,6 +23,7 @@ from mesh.layer_groups import LayerGroups
 from mesh.messages import Delta, FinishReason, Rejected, Submit, View
 from mesh.settings import RouterSettings
 from moe_model.forward import ServedModel
+from router_svc.ahead import Ahead, StepsAhead
 from router_svc.blocks import BlockManager
 from router_svc.exchange import (
     Cancellation,
@@ -92,12 +93,14 @@ class Engine:
         reach: Reach,
         matrix_threads: int = 1,
         near: str = "shm",
+        ahead: StepsAhead | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``deliver`` gets each step's results and ``changed`` is called when ``state.unserved`` or
         ``state.epoch`` changed, both on the compute thread: they must hand over and return.
         ``exact`` must be that of the model and the lanes. ``matrix_threads``: see the setting.
-        ``exact`` must be that of the model and the lanes. ``reach`` and ``near``: see ``Lanes``.
+        ``reach`` and ``near``: see ``Lanes``. ``ahead``: steps that the model's device goes through
+        by itself, if it can.
         """
         spec = model.spec
         self._model = model
@@ -153,6 +156,7 @@ class Engine:
             wait=self._wait_for_experts,
             times=self.times,
             log=log,
+            ahead=None if ahead is None else self._tries(ahead),
         )
         self._in_step = False
         self._dropped = False
@@ -476,6 +480,17 @@ class Engine:
             self._dropped = True
             self._end(sequence, "error", "the request took longer than its deadline")
         self._next_deadline = min((s.deadline for s in self._scheduler), default=math.inf)
+
+    def _tries(self, ahead: StepsAhead) -> Ahead:
+        return Ahead(
+            ahead,
+            self._experts,
+            pump=self._pump,
+            launched=self._hand_over,
+            times=self.times,
+            log=self._log,
+            wire_bytes=_WIRE_BYTES[self._settings.wire],
+        )
 
     # -------------------------------------------------------------- the mesh
 

@@ -53,7 +53,7 @@ _SLOW_S = 1.0
 _SLOW_FACTOR = 4
 """A worker is slow that takes this long for a part, and so many times as long as the longest that
 any took lately."""
-_PAIR_BYTES = 16
+PAIR_BYTES = 16
 """Token, slot, expert and weight."""
 _FORGETS = 0.99
 """How much of that longest time is left after another answer."""
@@ -152,6 +152,27 @@ class MeshExperts:
         return self._routes.unserved
 
     @property
+    def routes(self) -> RouteTable:
+        """What pairs are routed by now."""
+        return self._routes
+
+    @property
+    def can_go_ahead(self) -> bool:
+        """Whether every expert has a place, and nothing says that a worker would not answer."""
+        routes = self._routes
+        waits = self._slow or self._queued or self._parked
+        return bool(
+            routes.used
+            and not (waits or routes.unserved)
+            and routes.used.isdisjoint(self._silent)
+        )
+
+    @property
+    def patience_s(self) -> float:
+        """How long a worker may take for a part before it counts as slow."""
+        return min(max(_SLOW_S, _SLOW_FACTOR * self._longest_s), self._answer_timeout_s)
+
+    @property
     def parked(self) -> bool:
         """Whether some pairs wait for a worker that serves their experts."""
         return bool(self._parked)
@@ -233,6 +254,21 @@ class MeshExperts:
         times.layers.dispatch[times.layers.groups.of(layer)] += took_ns
         return ticket
 
+    def took(self, seconds: float) -> None:
+        """A worker may have taken that long for a part."""
+        self._longest_s = max(seconds, self._longest_s * _FORGETS)
+
+    def found_slow(self, peer: str, since_s: float) -> bool:
+        """``peer`` owes an answer since ``since_s`` seconds: go round it until that comes. False if
+        it is gone round, or gone, already.
+        """
+        if peer in self._slow or peer not in self._plane.peers():
+            return False
+        self._slow[peer] = self._clock() - since_s
+        self._set_routes(self._routes.placement)
+        self._send_round(peer)
+        return True
+
     def pump(self) -> list[LaneLost]:
         """Take what has arrived, send what was queued, fail what waited too long. Never blocks.
 
@@ -258,7 +294,7 @@ class MeshExperts:
         self._look_at = now + self._look_s
         owing = self._owing()
         hung = [peer for peer, since in owing.items() if now - since >= self._answer_timeout_s]
-        patience_s = max(_SLOW_S, _SLOW_FACTOR * self._longest_s)
+        patience_s = self.patience_s
         slow = [
             peer
             for peer, since in owing.items()
@@ -404,7 +440,7 @@ class MeshExperts:
             lane = self.lane_bytes[piece.peer] = LaneBytes()
         block = piece.part.block
         row_bytes = piece.part.x.shape[1] * self._wire_bytes
-        lane.sent += block.num_tokens * row_bytes + block.num_pairs * _PAIR_BYTES
+        lane.sent += block.num_tokens * row_bytes + block.num_pairs * PAIR_BYTES
         piece.sent_at = self._clock()
         in_flight = self._in_flight.get(piece.peer)
         if in_flight is None:
@@ -431,8 +467,7 @@ class MeshExperts:
         if piece is None:  # sent again since: its lane was given up
             self._plane.release(answer)
             return
-        took_s = self._clock() - piece.sent_at
-        self._longest_s = max(took_s, self._longest_s * _FORGETS)
+        self.took(self._clock() - piece.sent_at)
         ticket = piece.ticket
         if ticket.error is not None:
             self._plane.release(answer)

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
+from ep_kernels.plane import RouterPlane
 from ep_kernels.triton.device import INTERPRETER, Device, open_device
 
 from mesh.service import CannotServe, Context, ExitCode
 from moe_model.forward import ServedModel
 from moe_model.model import load_router_model
 from moe_model.shard_model import load_shard
+from router_svc.ahead import StepsAhead
 from router_svc.follower import Assignment
 from router_svc.group_model import GroupModel
 from router_svc.peers import FollowerLinks, GroupLost
@@ -57,6 +59,11 @@ class Group(Protocol):
         ``CheckpointError`` and ``GroupLost``.
         """
 
+    def steps_ahead(self, model: ServedModel, plane: RouterPlane) -> StepsAhead | None:
+        """Steps of the ``model`` that ``load`` has returned, over a ``symm`` plane, without the
+        host; None where they are not to be had. On the compute thread.
+        """
+
     async def close(self) -> None:
         """End the others."""
 
@@ -84,6 +91,10 @@ class Alone:
             self._path, weights=model.weights, exact=model.exact, progress=progress
         )
 
+    def steps_ahead(self, model: ServedModel, plane: RouterPlane) -> StepsAhead | None:
+        del model, plane
+        return None
+
     async def close(self) -> None:
         pass
 
@@ -106,6 +117,16 @@ class OnDevice(Alone):
             weights=device_weights(self._model.weights),
             progress=progress,
         )
+
+    def steps_ahead(self, model: ServedModel, plane: RouterPlane) -> StepsAhead | None:
+        from ep_kernels.triton.symm import SymmRouterPlane  # noqa: PLC0415 - as above
+
+        from moe_model.device.ahead import DeviceAhead  # noqa: PLC0415
+        from moe_model.device.model import DeviceModel  # noqa: PLC0415
+
+        assert isinstance(model, DeviceModel), "what load returned"
+        assert isinstance(plane, SymmRouterPlane), "the symm plane"
+        return DeviceAhead(model, plane, self.device)
 
 
 class Several:
@@ -173,6 +194,11 @@ class Several:
         )
         self._links.until_loaded(lambda: progress(1.0))
         return GroupModel(parts, self._links)
+
+    def steps_ahead(self, model: ServedModel, plane: RouterPlane) -> StepsAhead | None:
+        """Each layer has sums of the group, which are no part of one device's work."""
+        del model, plane
+        return None
 
     async def close(self) -> None:
         for process in self._processes:

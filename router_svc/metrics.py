@@ -22,6 +22,7 @@ _ACTIVITIES = (
     "wait",
     "combine",
     "sampling",
+    "ahead",
     "python",
 )
 
@@ -63,6 +64,7 @@ class RouterCollector(Collector):
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", state.prefix_queries),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", state.prefix_hits),
             ("router_steps", "Engine steps.", times.steps),
+            ("router_steps_ahead", "Steps that the device went through by itself.", tally.ahead),
             ("router_tokens", "Tokens computed, prompts and decodes.", times.tokens),
             ("router_lane_messages", "Parts sent to expert workers.", tally.messages),
             ("router_stale_parts", "Parts answered stale and sent again.", tally.stale),
@@ -97,6 +99,14 @@ class RouterCollector(Collector):
         for activity in _ACTIVITIES:
             seconds.add_metric([activity], getattr(times, f"{activity}_ns") / 1e9)
         yield seconds
+        again = CounterMetricFamily(
+            f"{PREFIX}_router_steps_again",
+            "Steps that the device went through by itself in vain, and that were run again.",
+            labels=["reason"],
+        )
+        for reason, count in tuple(tally.again.items()):
+            again.add_metric([reason], count)
+        yield again
         yield from self._layers(times.layers)
         lanes = CounterMetricFamily(
             f"{PREFIX}_router_lane_bytes",

@@ -73,6 +73,8 @@ class Times:
     wait_ns: int = 0
     combine_ns: int = 0
     sampling_ns: int = 0
+    ahead_ns: int = 0
+    """Steps that the device went through by itself: launching them, and waiting for their end."""
     idle_ns: int = 0
     """From dispatches until their answers were added up, the time in which neither this router ran
     tensor operations nor any worker computed a part of what was added up."""
@@ -106,6 +108,7 @@ class Times:
     def python_ns(self) -> int:
         """What is in no other part: scheduling, switching, messages."""
         own = self.plan_ns + self.attention_side_ns + self.head_ns + self.sampling_ns
+        own += self.ahead_ns
         mesh = self.send_ns + self.wait_ns + self.combine_ns
         return max(0, self.step_ns - own - mesh)
 

@@ -65,6 +65,12 @@ class RouteTable:
             if missing:
                 self.unserved[layer] = missing
                 self._coming[layer] = frozenset(experts[soon].tolist()).intersection(missing)
+        self.layers: tuple[Places, ...] = tuple(layers)
+        """Where each MoE layer's experts are reached."""
+        self.used = frozenset(
+            self.ranks[r] for places in layers for r in np.unique(places.rank).tolist()
+        )
+        """Ranks that get any."""
         self._router = PairRouter(
             layers,
             num_ranks=len(self.ranks),

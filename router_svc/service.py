@@ -253,6 +253,9 @@ class Router:
             )
         except PlaneError as error:
             raise CannotServe(str(error)) from error
+        ahead = None
+        if network.data_plane == "symm" and ctx.settings.router.ahead == "auto":
+            ahead = self._group.steps_ahead(model, plane)
         return Engine(
             model,
             plane,
@@ -264,6 +267,7 @@ class Router:
             reach=reach(network.data_plane, host_id(ctx.settings)),
             matrix_threads=_matrix_threads(ctx.settings),
             near="symm" if network.data_plane == "symm" else "shm",
+            ahead=ahead,
         )
 
     def _load_progress(self, share: float) -> None:

@@ -21,6 +21,7 @@ from moe_model.experts import Ticket
 from moe_model.forward import ServedModel, forward
 from moe_model.plan import Chunk as ModelChunk
 from moe_model.sampler import UNDRAWABLE, Sampler, logprob_rows
+from router_svc.ahead import Ahead
 from router_svc.experts import MeshExperts
 from router_svc.microbatch import MicroBatchRule, split_chunks
 from router_svc.peers import GroupLost
@@ -76,8 +77,9 @@ class StepRunner:
         wait: Callable[[], bool],
         times: Times,
         log: FilteringBoundLogger,
+        ahead: Ahead | None = None,
     ) -> None:
-        """``pump()`` lets tickets take what has arrived for them; ``wait()`` blocks until
+        """``ahead``: tries steps of decodes first, where the router can. ``pump()`` lets tickets take what has arrived for them; ``wait()`` blocks until
         something may have, and returns whether it dropped sequences meanwhile.
         """
         self._model = TimedModel(model, times)
@@ -88,6 +90,7 @@ class StepRunner:
         self._fixed = None if micro_batches == "auto" else int(micro_batches)
         self._rule = MicroBatchRule()
         self._pump = pump
+        self._ahead = ahead
         self._wait = wait
         self._times = times
         self._log = log
@@ -100,11 +103,14 @@ class StepRunner:
         started = perf_counter_ns()
         if work.tails:
             self._kv.clear(work.tails)
-        attention_ns, away_ns = times.attention_side_ns, self._experts.tally.away_ns
+        result = StepResult()
         tokens = sum(chunk.count for chunk in chunks)
+        if self._goes_ahead(chunks, result):
+            times.tokens += tokens
+            return result
+        attention_ns, away_ns = times.attention_side_ns, self._experts.tally.away_ns
         parts = split_chunks(chunks, self._fixed or self._rule.choose(tokens, len(chunks)))
         batches = [_MicroBatch(i, part, self._layers(part)) for i, part in enumerate(parts)]
-        result = StepResult()
         whole = True
         while batches:
             advanced = False
@@ -136,17 +142,32 @@ class StepRunner:
             )
         return result
 
-    def _layers(self, chunks: list[Chunk]) -> Generator[Ticket, None, torch.Tensor]:
-        model, kv = self._model, self._kv
-        plan = model.plan(
+    def _goes_ahead(self, chunks: list[Chunk], result: StepResult) -> bool:
+        """Run all of a step as one micro-batch without the host, if it may and nothing comes in
+        between.
+        """
+        ahead = self._ahead
+        if ahead is None or not ahead.may(chunks):
+            return False
+        computed = ahead.run(self._plan(chunks), _decodes(chunks))
+        if computed is None:
+            return False
+        hidden, logits = computed
+        self._finish(0, chunks, hidden, result, logits)
+        return True
+
+    def _plan(self, chunks: list[Chunk]) -> Any:
+        return self._model.plan(
             [
                 ModelChunk(c.sequence.tokens[c.start : c.end], c.start, c.sequence.block_table)
                 for c in chunks
             ],
-            kv.block_size,
+            self._kv.block_size,
         )
-        decodes = b"".join(b"\1" if chunk.decodes else bytes(chunk.count) for chunk in chunks)
-        return (yield from forward(model, plan, kv, self._clients(decodes)))
+
+    def _layers(self, chunks: list[Chunk]) -> Generator[Ticket, None, torch.Tensor]:
+        plan, experts = self._plan(chunks), self._clients(_decodes(chunks))
+        return (yield from forward(self._model, plan, self._kv, experts))
 
     def _advance(self, batch: _MicroBatch, result: StepResult) -> bool:
         """Run a micro-batch until it waits for experts; True when it is through, well or not."""
@@ -154,7 +175,7 @@ class StepRunner:
             try:
                 batch.ticket = next(batch.layers)
             except StopIteration as stop:
-                self._finish(batch, stop.value, result)
+                self._finish(batch.index, batch.chunks, stop.value, result)
             else:
                 return False
         except GroupLost:
@@ -176,12 +197,21 @@ class StepRunner:
         batch.layers.close()
         return True
 
-    def _finish(self, batch: _MicroBatch, hidden: torch.Tensor, result: StepResult) -> None:
-        """From final hidden states ``[tokens, hidden]`` to tokens."""
+    def _finish(
+        self,
+        index: int,
+        chunks: list[Chunk],
+        hidden: torch.Tensor,
+        result: StepResult,
+        logits: torch.Tensor | None = None,
+    ) -> None:
+        """From final hidden states ``[tokens, hidden]`` of the micro-batch ``index`` to tokens;
+        ``logits``: of all rows, if they are known.
+        """
         rows: list[int] = []  # the last row of each chunk that draws
         sequences: list[RequestSequence] = []
         first = 0
-        for chunk in batch.chunks:
+        for chunk in chunks:
             sequence = chunk.sequence
             if len(sequence.prompt_logprobs) < sequence.num_prompt_logprobs:
                 self._score_prompt(chunk, hidden[first : first + chunk.count])
@@ -191,9 +221,12 @@ class StepRunner:
                 sequences.append(sequence)
         if not rows:
             return
-        logits = self._model.logits(hidden if len(rows) == first else hidden[rows])
+        if logits is None:
+            logits = self._model.logits(hidden if len(rows) == first else hidden[rows])
+        elif len(rows) < first:
+            logits = logits[rows]
         started = perf_counter_ns()
-        tokens, logprobs = self._samplers[batch.index].draw(logits, sequences)
+        tokens, logprobs = self._samplers[index].draw(logits, sequences)
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
             if token == UNDRAWABLE:
                 result.failed[sequence.request] = Failure("the model's logits are not finite")
@@ -219,6 +252,11 @@ class StepRunner:
             known += logprob_rows(
                 logprobs, targets, [sequence.sampling.prompt_logprobs] * len(targets)
             )
+
+
+def _decodes(chunks: list[Chunk]) -> bytes:
+    """A byte a token, 1 if it belongs to a decode step."""
+    return b"".join(b"\1" if chunk.decodes else bytes(chunk.count) for chunk in chunks)
 
 
 def _is_away(batch: _MicroBatch) -> bool:

@@ -122,5 +122,9 @@ class Tally:
     stale: int = 0
     resent: int = 0
     """Pairs sent again after a lost lane or a stale answer."""
+    ahead: int = 0
+    """Steps that the device went through by itself."""
+    again: dict[str, int] = field(default_factory=dict)
+    """Such that came to nothing and were run again, by what went wrong."""
     away_ns: int = 0
     """Sum over dispatches of the time from the dispatch until all answers were seen."""

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 from ep_kernels.gating import GateRule
+from ep_kernels.triton.ahead import StepExchange
 from ep_kernels.triton.attention import MOST_SPLITS, attend
 from ep_kernels.triton.device import Device, Stream
 from ep_kernels.triton.gate import gate
@@ -138,7 +139,8 @@ class DeviceModel:
         self._parts = parts
         self._layers = parts.layers
         self._device = parts.device
-        self._stream = parts.stream
+        self.stream = parts.stream
+        """The calling thread's."""
         self._progress = parts.progress
         self._attention = parts.shard.attention
         self._dtype = parts.head.dtype
@@ -156,7 +158,7 @@ class DeviceModel:
         """Clients that take and give rows on the device, over those that ``make`` makes."""
 
         def clients(decodes: bytes) -> ExpertClient:
-            return DeviceExperts(make(decodes), self._device, self._stream, computed)
+            return DeviceExperts(make(decodes), self._device, self.stream, computed)
 
         return clients
 
@@ -201,6 +203,28 @@ class DeviceModel:
 
     def embed(self, plan: DevicePlan) -> torch.Tensor:
         return embedding(plan.token_ids[: plan.num_tokens], self._parts.table).float()
+
+    def through(
+        self, plan: DevicePlan, exchange: StepExchange
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All layers for a frame's ``plan`` over the newest cache, by ``exchange`` to the experts and
+        back: final hidden states ``[size, hidden]`` and logits ``[size, vocab]``. What it queues may
+        be captured.
+        """
+        assert self._kv is not None, "frames belong to a cache"
+        h, number = embedding(plan.token_ids, self._parts.table).float(), 0
+        for layer, parts in enumerate(self._layers):
+            (h,) = self._attend(layer, h, plan, self._kv.layers[layer])
+            if parts.gate is None:
+                (h,) = self._dense(layer, h)
+                continue
+            x, ids, weights = self._gate(layer, h)
+            exchange.dispatch(number, x, ids, weights)
+            if parts.shared is not None:
+                h = parts.shared(x).add_(h)  # computed while the routed experts work
+            h = h.add_(exchange.combine(number))
+            number += 1
+        return h, self._logits_of(h)
 
     def attend(
         self, layer: int, h: torch.Tensor, plan: DevicePlan, kv: DeviceCache
@@ -273,7 +297,7 @@ class DeviceModel:
 
     def logits(self, h_rows: torch.Tensor) -> torch.Tensor:
         """``[rows, vocab]`` fp32 on the host, where tokens are drawn."""
-        return download(self._device, self._stream, self._logits_of(h_rows))[0]
+        return download(self._device, self.stream, self._logits_of(h_rows))[0]
 
     def _logits_of(self, h_rows: torch.Tensor) -> torch.Tensor:
         parts = self._parts

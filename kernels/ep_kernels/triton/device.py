@@ -104,6 +104,11 @@ class Graphs(Protocol):
         the same when it is done twice. In the stream in which the calling thread has settled.
         """
 
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """The same for work that leaves its results where they belong, and has been done before:
+        it is not done now. What is returned does it.
+        """
+
 
 class Device(Protocol):
     """Where kernels run."""
@@ -251,6 +256,12 @@ class _CudaGraphs:
             outputs = work()
         return _CudaReplay(graph, outputs)
 
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
 
 class _Cuda:
     def __init__(self, name: str, device: torch.device) -> None:
@@ -326,6 +337,9 @@ class _HostReplay:
 class _HostGraphs:
     def capture(self, work: Callable[[], tuple[torch.Tensor, ...]]) -> Replay:
         return _HostReplay(work)
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        return work
 
 
 class _Interpreter:

@@ -260,8 +260,19 @@ class SymmRouterPlane(ShmRouterPlane):
         super().__init__(router_id, incarnation, shape, _own(digest, device), spin_ns=spin_ns)
 
     @property
+    def shape(self) -> LaneShape:
+        """Of its lanes."""
+        return self._shape
+
+    def abort(self) -> None:
+        """Have kernels that wait for answers, now or until the next ``take``, give up."""
+        self._abort_word[0] = 1
+
+    @property
     def abort_address(self) -> int:
-        """Of an int64 that is not 0 once a lane is gone that was open at the last ``take``."""
+        """Of an int64 that is not 0 after ``abort``, and once a lane is gone that was open at the
+        last ``take``.
+        """
         return self._abort.data_ptr()
 
     @property
@@ -333,7 +344,7 @@ class SymmRouterPlane(ShmRouterPlane):
 
     def _remove(self, lane: RouterLane) -> None:
         super()._remove(lane)
-        self._abort_word[0] = 1
+        self.abort()
 
     def _new_memory(self) -> tuple[LaneMemory, list[int]]:
         layout = self._layout
