@@ -2,8 +2,9 @@
 So with experts in FP8, and with routers of two cards where there are two.
 
 Over each plane: rows through host memory (``mesh``), in memory that the processes' devices share,
-where a worker is killed as well (``mesh, symm``), and through NCCL (``mesh, nccl``), which wants a
-GPU for the routers and another for the expert workers.
+where a worker is killed as well (``mesh, symm``: with decode steps that the router's device goes
+through by itself, and without), and through NCCL (``mesh, nccl``), which wants a GPU for the
+routers and another for the expert workers.
 
 Needs moemesh installed beside torch and Triton (``pip install '.[gpu-cu13]'``). The model is the
 one that ships with the repository; ``BENCH_MODEL`` names another checkpoint.
@@ -17,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -81,8 +83,10 @@ def mesh_tp(meter: Meter, device: str = "cuda") -> None:
 def over_symm(meter: Meter, device: str = "cuda") -> None:
     from moe_model.reference import ReferenceModel  # noqa: PLC0415
 
-    reference = ReferenceModel(MODEL)
-    _serve(meter, "mesh, symm", MODEL, reference, device, kill=True, network__data_plane="symm")
+    reference, symm = ReferenceModel(MODEL), {"network__data_plane": "symm"}
+    by_host = "mesh, symm, steps by the host"
+    _serve(meter, by_host, MODEL, reference, device, **symm, router__ahead="off")
+    _serve(meter, "mesh, symm", MODEL, reference, device, kill=True, **symm, router__ahead="on")
 
 
 def over_nccl(meter: Meter) -> None:
@@ -136,6 +140,10 @@ def _serve(
         meter.row(section, "decode, one stream", alone, "tokens/s", check=check)
         many = _rate(running, path.name, RATE_CLIENTS)
         meter.row(section, f"decode, {RATE_CLIENTS} streams", many, "tokens/s", check=check)
+        if settings.get("network__data_plane") == "symm":
+            _steps(
+                meter, section, running, path.name, wanted=settings.get("router__ahead") != "off"
+            )
         if not kill:
             return
         pid = next(m["pid"] for m in running.members("expert") if m["id"] == "expert-1")
@@ -153,6 +161,39 @@ def _serve(
             raise ValueError(f"lanes lost to {sorted(lost)}, and expert-1 was killed")
         what = f"decode, {RATE_CLIENTS} streams, a worker killed meanwhile"
         meter.row(section, what, rate, "tokens/s", check=f"log-probabilities {worst:.0e}")
+
+
+def _steps(meter: Meter, section: str, running: Mesh, model: str, *, wanted: bool) -> None:
+    """How long a step of one stream takes the router, and whether its device went through them by
+    itself as ``wanted``.
+    """
+    before = _figures(running)
+    _rate(running, model, 1)
+    figures = {name: value - before.get(name, 0.0) for name, value in _figures(running).items()}
+    steps, ahead, again = (
+        figures[f"moemesh_router_{name}_total"] for name in ("steps", "steps_ahead", "steps_again")
+    )
+    share = ahead / steps
+    if again > steps / 4 or (share < 0.5 if wanted else ahead):
+        log = (running.run_dir / "logs" / "router-0.log").read_text()
+        why = [line for line in map(_event, log.splitlines()) if "ahead" in line["event"]]
+        raise ValueError(f"of {steps:.0f} steps {ahead:.0f} went ahead, {again:.0f} twice: {why}")
+    took_ms = 1e3 * figures["moemesh_router_thread_seconds_total"] / steps
+    check = f"{100 * share:.0f} % ahead, {again:.0f} again"
+    meter.row(section, "step of one stream, the compute thread", took_ms, "ms", check=check)
+
+
+def _figures(running: Mesh) -> dict[str, float]:
+    """The router's counters, each summed over its labels."""
+    from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415
+
+    found: dict[str, float] = {}
+    (router,) = running.members("router")
+    with urllib.request.urlopen(router["metrics"], timeout=10) as page:
+        for family in text_string_to_metric_families(page.read().decode()):
+            for name, _labels, value, *_ in family.samples:
+                found[name] = found.get(name, 0.0) + value
+    return found
 
 
 def _event(line: str) -> dict[str, str]:

@@ -148,12 +148,13 @@ class RouterSettings(_Section, frozen=True, kw_only=True):
     micro_batches: Literal["auto", "1", "2", "3", "4"] = "auto"
     """Micro-batches of a step that ping-pong between attention and experts. auto: 2 when
     max(t_attn, 2 t_exp(b/2)) < t_attn + t_exp(b) by measured times, else 1."""
-    ahead: Literal["auto", "off"] = "auto"
-    """Whether the router's device goes through decode steps of up to 64 sequences by itself, experts
-    included, while the host waits for the step's end alone. auto: over the symm plane, for one
-    process a router (tp = 1), while every expert has a worker that answers; such a step is one
-    micro-batch, and splits an expert's tokens evenly over its replicas. off: the host chooses
-    routes in each layer."""
+    ahead: Literal["auto", "on", "off"] = "auto"
+    """Whether the router's device goes through decode steps of up to 64 sequences by itself, while
+    the host waits for the step's end alone: over the symm plane, for a router of one process
+    (tp = 1), while every expert has a worker that answers. Such a step is one micro-batch, and
+    splits an expert's tokens evenly over its replicas. auto: unless router.device and expert.device
+    are one GPU, where the kernels that wait and those of the experts would take turns. off: the
+    host chooses routes in each layer."""
     threads: int = 1
     """Threads of tensor operations. More than one pays only on idle cores."""
     matrix_threads: int = 0

@@ -1,10 +1,10 @@
 """Steps that the router's device goes through by itself, and when it may.
 
 Such a step is tried where nothing stands against it: only decodes, every expert with a lane whose
-worker is neither slow nor silent, nothing parked. It is a try: when an answer is stale or late, or a
-lane is lost meanwhile, its results are dropped, and the same micro-batch runs by ``forward``, which
-knows what to do. After a try that came to nothing some steps go that way at once, more of them each
-time.
+worker is neither slow nor silent, nothing parked. It is a try: when an answer is stale or late, or
+a lane is lost meanwhile, its results are dropped, and the same micro-batch runs by ``forward``,
+which knows what to do. After a try that came to nothing some steps go that way at once, more of
+them each time.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from router_svc.routing import RouteTable
 from router_svc.scheduler import Chunk
 from router_svc.tickets import LaneBytes
 
+FAULTS = ("stale", "timed_out", "aborted", "corrupt", "unplaced")
+"""What makes a step come to nothing."""
 _LONGEST_REST = 64
 """Steps that are not tried after tries that came to nothing (doubling up to this)."""
 _SUM_BYTES = 4
@@ -115,9 +117,9 @@ class Ahead:
         return True
 
     def run(self, plan: Any, decodes: bytes) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Final hidden states ``[n, hidden]`` on the device and logits ``[n, vocab]`` on the host of
-        a step that ``may`` be tried, right after that said so; None where it has to be run another
-        way.
+        """Final hidden states ``[n, hidden]`` on the device and logits ``[n, vocab]`` on the host
+        of a step that ``may`` be tried, right after that said so; None where it has to be run
+        another way.
         """
         device, experts, began = self._device, self._experts, perf_counter_ns()
         assert device is not None, "may said yes"

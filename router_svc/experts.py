@@ -162,9 +162,7 @@ class MeshExperts:
         routes = self._routes
         waits = self._slow or self._queued or self._parked
         return bool(
-            routes.used
-            and not (waits or routes.unserved)
-            and routes.used.isdisjoint(self._silent)
+            routes.used and not (waits or routes.unserved) and routes.used.isdisjoint(self._silent)
         )
 
     @property

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mesh.metrics import PREFIX, Buckets
+from router_svc.ahead import FAULTS
 from router_svc.engine import Engine
 from router_svc.profile import LayerTimes
 
@@ -104,8 +105,8 @@ class RouterCollector(Collector):
             "Steps that the device went through by itself in vain, and that were run again.",
             labels=["reason"],
         )
-        for reason, count in tuple(tally.again.items()):
-            again.add_metric([reason], count)
+        for reason in FAULTS:
+            again.add_metric([reason], tally.again.get(reason, 0))
         yield again
         yield from self._layers(times.layers)
         lanes = CounterMetricFamily(

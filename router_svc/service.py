@@ -18,7 +18,7 @@ import torch
 from ep_kernels.plane import LaneShape, PlaneError
 from ep_kernels.planes import check_plane, router_plane
 from ep_kernels.shm.layout import lay_out
-from ep_kernels.triton.device import DeviceUnavailable
+from ep_kernels.triton.device import INTERPRETER, DeviceUnavailable
 
 from mesh.hosts import advertised, host_id
 from mesh.links import ServerLink
@@ -254,7 +254,7 @@ class Router:
         except PlaneError as error:
             raise CannotServe(str(error)) from error
         ahead = None
-        if network.data_plane == "symm" and ctx.settings.router.ahead == "auto":
+        if network.data_plane == "symm" and goes_ahead(ctx.settings):
             ahead = self._group.steps_ahead(model, plane)
         return Engine(
             model,
@@ -449,6 +449,16 @@ def lane_shape(settings: Settings, spec: ModelSpec) -> LaneShape:
     except PlaneError as error:
         raise CannotServe(str(error)) from error
     return shape
+
+
+def goes_ahead(settings: Settings) -> bool:
+    """Whether a router's device is to go through steps by itself, where it can."""
+    ours, theirs = (
+        "cuda:0" if device == "cuda" else device
+        for device in (settings.router.device, settings.expert.device)
+    )
+    chosen = settings.router.ahead
+    return chosen == "on" or (chosen == "auto" and (ours != theirs or ours == INTERPRETER))
 
 
 def _matrix_threads(settings: Settings) -> int:

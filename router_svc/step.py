@@ -79,8 +79,9 @@ class StepRunner:
         log: FilteringBoundLogger,
         ahead: Ahead | None = None,
     ) -> None:
-        """``ahead``: tries steps of decodes first, where the router can. ``pump()`` lets tickets take what has arrived for them; ``wait()`` blocks until
-        something may have, and returns whether it dropped sequences meanwhile.
+        """``pump()`` lets tickets take what has arrived for them; ``wait()`` blocks until
+        something may have, and returns whether it dropped sequences meanwhile. ``ahead`` tries
+        steps of decodes first, where the router can.
         """
         self._model = TimedModel(model, times)
         self._kv = kv

@@ -207,9 +207,9 @@ class DeviceModel:
     def through(
         self, plan: DevicePlan, exchange: StepExchange
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All layers for a frame's ``plan`` over the newest cache, by ``exchange`` to the experts and
-        back: final hidden states ``[size, hidden]`` and logits ``[size, vocab]``. What it queues may
-        be captured.
+        """All layers for a frame's ``plan`` over the newest cache, by ``exchange`` to the experts
+        and back: final hidden states ``[size, hidden]`` and logits ``[size, vocab]``. What it
+        queues may be captured.
         """
         assert self._kv is not None, "frames belong to a cache"
         h, number = embedding(plan.token_ids, self._parts.table).float(), 0

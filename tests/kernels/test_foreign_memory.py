@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from ep_kernels.plane import PlaneError
+from ep_kernels.shm import memory
 from ep_kernels.triton.cuda_shared import (
     AccessDescription,
     AllocationProperties,
@@ -127,6 +128,38 @@ def test_memory_that_cannot_be_attached_is_refused_and_its_descriptor_closed(
         shared.attach(os.dup(fd), ours.nbytes + (1 << 20))  # larger than it is
     assert (driver.vmm_handles(), left()) == (0, before)
     os.close(fd)
+
+
+def memfds() -> int:
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:window")
+
+
+def test_host_memory_has_an_address_on_the_device_as_long_as_it_is_held(
+    shared: CudaShared,
+) -> None:
+    mapping = memory.attach(memory.create("window", 5000), 5000)
+    window = shared.window(mapping)
+    assert memfds() == 2
+    mapping[4096:4100] = b"here"
+    assert ctypes.string_at(window.address + 4096, 4) == b"here"
+    with pytest.raises(PlaneError, match="cuMemHostRegister"):
+        shared.window(mapping)
+    del mapping
+    assert ctypes.string_at(window.address + 4096, 4) == b"here"
+    del window
+    assert memfds() == 0
+
+
+@pytest.mark.parametrize("name", ["cuMemHostRegister_v2", "cuMemHostGetDevicePointer_v2"])
+def test_host_memory_that_the_device_does_not_get_is_left_as_it_was(
+    name: str, shared: CudaShared, driver: ctypes.CDLL
+) -> None:
+    mapping = memory.attach(memory.create("window", 5000), 5000)
+    driver.vmm_fail(name.encode())
+    with pytest.raises(PlaneError, match=rf"{name}: invalid argument \(1\)"):
+        shared.window(mapping)
+    assert memfds() == 1
 
 
 def test_structures_are_as_large_as_the_drivers(driver: ctypes.CDLL) -> None:

@@ -122,3 +122,44 @@ CUresult cuMemUnmap(CUdeviceptr ptr, size_t size) {
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
     return at == MAP_FAILED ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
+
+/* Host memory at a second address, for the one device. */
+enum { WINDOWS = 4 };
+static struct { void *host, *device; size_t size; } windows[WINDOWS];
+
+static int window_of(const void *host) {
+    for (int i = 0; i < WINDOWS; i++)
+        if (windows[i].host == host) return i;
+    return -1;
+}
+
+CUresult cuMemHostRegister(void *p, size_t bytesize, unsigned int flags) {
+    MAY_FAIL;
+    int at = window_of(NULL);
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    if (flags != CU_MEMHOSTREGISTER_DEVICEMAP || bytesize % page || (uintptr_t)p % page || at < 0 ||
+        window_of(p) >= 0)
+        return CUDA_ERROR_INVALID_VALUE;
+    void *device = mremap(p, 0, bytesize, MREMAP_MAYMOVE);
+    if (device == MAP_FAILED) return CUDA_ERROR_INVALID_VALUE;
+    windows[at].host = p;
+    windows[at].device = device;
+    windows[at].size = bytesize;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemHostGetDevicePointer(CUdeviceptr *pdptr, void *p, unsigned int flags) {
+    MAY_FAIL;
+    int at = window_of(p);
+    if (flags || at < 0) return CUDA_ERROR_INVALID_VALUE;
+    *pdptr = (CUdeviceptr)(uintptr_t)windows[at].device;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemHostUnregister(void *p) {
+    int at = window_of(p);
+    if (at < 0) return CUDA_ERROR_INVALID_VALUE;
+    munmap(windows[at].device, windows[at].size);
+    windows[at].host = NULL;
+    return CUDA_SUCCESS;
+}

@@ -334,9 +334,7 @@ class LaneEnds:
         more: whoever sleeps then is woken by the doorbell alone.
         """
         return bool(
-            _attend(
-                self._at, len(self._lanes), bell.address, seen, spin_ns, int(timeout_s * 1e9)
-            )
+            _attend(self._at, len(self._lanes), bell.address, seen, spin_ns, int(timeout_s * 1e9))
         )
 
     def look(self) -> list[Came]:

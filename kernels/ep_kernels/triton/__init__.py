@@ -17,7 +17,10 @@
     sampling      a token from logits, without a sort
     foreign       memory that torch did not allocate, as a tensor
     cuda_shared   memory of a GPU that processes share
-    symm          the data plane whose rows all_to_all's kernels write into such memory
+    host_words    words in host memory that a kernel and another process's CPU tell each other by
+    lane_messages messages over lanes, and waiting for their answers, by kernels
+    symm          the data plane whose rows they write into such memory
+    ahead         a decode step's way to the experts and back, of these kernels
     aot           compiles all of it without a GPU and writes what the compiler says into the docs
 
 Only this package imports triton, and importing this package imports nothing. A module whose name is

@@ -1,4 +1,5 @@
-"""Device memory that processes of one host share: CUDA's virtual memory management.
+"""Device memory that processes of one host share, by CUDA's virtual memory management; and their
+shared host memory, for devices.
 
 An allocation is exported as a file descriptor, travels over a Unix socket as a memfd does, and is
 freed when nobody maps it any more. So nothing of it has a name, nothing stays behind when a process
@@ -14,10 +15,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import mmap
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from ep_kernels.plane import PlaneError
@@ -32,6 +36,8 @@ _PINNED: Final = 1
 _DEVICE: Final = 1
 _AS_FD: Final = 1
 _READ_WRITE: Final = 3
+_MAPPED: Final = 2
+"""``CU_MEMHOSTREGISTER_DEVICEMAP``"""
 
 
 class Location(ctypes.Structure):
@@ -73,6 +79,9 @@ _FUNCTIONS: Final = {
     "cuMemUnmap": (_ADDRESS, _SIZE),
     "cuMemAddressFree": (_ADDRESS, _SIZE),
     "cuMemRelease": (_HANDLE,),
+    "cuMemHostRegister_v2": (_POINTER, _SIZE, ctypes.c_uint),
+    "cuMemHostGetDevicePointer_v2": (_POINTER, _POINTER, ctypes.c_uint),
+    "cuMemHostUnregister": (_POINTER,),
 }
 
 
@@ -149,6 +158,13 @@ class CudaShared:
         finally:
             self._driver("cuMemRelease", handle)
 
+    def window(self, mapping: mmap.mmap) -> CudaWindow:
+        """Host memory that is shared with another process, as the device addresses it. Raises
+        ``PlaneError`` where it cannot be pinned.
+        """
+        self._enter()
+        return CudaWindow(self._driver, self._device, mapping)
+
     def _enter(self) -> None:
         """Have the device's context on this thread, as the driver's functions want it."""
         torch.cuda.synchronize(self._device)
@@ -177,6 +193,39 @@ class CudaShared:
         release = _Release(driver, self._device, address.value, size)
         data = tensor_at(address.value, nbytes, self._device, release)
         return SymmetricBuffer(address.value, nbytes, data, None)
+
+
+class CudaWindow:
+    """A mapping that is pinned, and addressed by a device, until nobody refers to this and what was
+    queued has ended.
+    """
+
+    def __init__(
+        self, driver: Callable[..., None], device: torch.device, mapping: mmap.mmap
+    ) -> None:
+        """Raises ``PlaneError``."""
+        host = int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
+        size = -(-len(mapping) // mmap.PAGESIZE) * mmap.PAGESIZE
+        driver("cuMemHostRegister_v2", host, size, _MAPPED)
+        address = _ADDRESS()
+        try:
+            driver("cuMemHostGetDevicePointer_v2", ctypes.byref(address), host, 0)
+        except PlaneError:
+            driver("cuMemHostUnregister", host)
+            raise
+        self.address = address.value
+        weakref.finalize(self, _unpin, driver, device, host, mapping)
+
+
+def _unpin(
+    driver: Callable[..., None], device: torch.device, host: int, mapping: mmap.mmap
+) -> None:
+    try:
+        torch.cuda.synchronize(device)
+        driver("cuMemHostUnregister", host)
+    except (PlaneError, RuntimeError):
+        _log.exception("lane.memory_kept")
+    del mapping  # not unmapped before
 
 
 class _Release:

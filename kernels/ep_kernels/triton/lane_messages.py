@@ -168,7 +168,7 @@ def send_kernel(
                 tl.store(array(to, tl.uint16) + at, bf16_bits(values), mask)
             else:
                 tl.store(array(to, tl.float32) + at, values, mask)
-        if POST:
+        if POST:  # noqa: SIM102 - one is known when it is compiled
             # The last one writes all that hosts read, so that one program's stores are in order.
             if last_to_finish(counter_ptr + lane, programs):
                 pairs = tl.load(counts_ptr + lane * 2 + 1)
@@ -349,22 +349,11 @@ def await_answers(
 def variants(architecture: int) -> tuple[Variant, ...]:
     """A frame of 64 tokens of DeepSeek-V3 over 32 lanes, for both wires."""
     shape, waiting = tile("put", architecture), tile("await", architecture)
-    pointers = {
-        name: "*i32:16"
-        for name in (
-            "row_token_ptr",
-            "pair_row_ptr",
-            "pair_slot_ptr",
-            "pair_expert_ptr",
-            "pair_weight_ptr",
-            "counts_ptr",
-            "status_ptr",
-            "counter_ptr",
-        )
-    }
+    names = ("row_token", "pair_row", "pair_slot", "pair_expert", "pair_weight", "counts")
+    pointers = {f"{name}_ptr": "*i32:16" for name in (*names, "status", "counter")}
     words = {"lane_ptr": "*i64:16", "lanes": "i32", "stamp_ptr": "*i64:16"}
     sent = {"x_ptr": "*fp32:16", "x_stride": "i32:16", **pointers, **words}
-    names = [p.name for p in send_kernel.params if not p.is_constexpr]
+    given = [p.name for p in send_kernel.params if not p.is_constexpr]
     wires = {"fp32": torch.float32, "bf16": torch.bfloat16}
     return (
         *(
@@ -372,7 +361,7 @@ def variants(architecture: int) -> tuple[Variant, ...]:
                 kernel="lane_messages.send",
                 name=f"64 tokens, {name}",
                 function=send_kernel,
-                signature={key: sent.get(key, "i32") for key in names},
+                signature={key: sent.get(key, "i32") for key in given},
                 constexprs=_send_constants(
                     shape, 7168, 64, 64 * 8, 4 * 256 * 8, wire=wire, post=True
                 ),

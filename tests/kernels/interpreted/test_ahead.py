@@ -163,7 +163,7 @@ def test_each_layer_gives_the_experts_sums_and_rows_that_fill_up_go_nowhere(tmp_
 
 def test_a_stale_answer_ends_the_step_and_costs_nothing_else(tmp_path):
     with World(tmp_path) as world:
-        one, other = world.workers
+        one = world.workers[0]
 
         def refuse_the_second(arrival: Arrival) -> None:
             late = arrival.layer == LAYERS[1]
@@ -181,7 +181,7 @@ def test_a_stale_answer_ends_the_step_and_costs_nothing_else(tmp_path):
 
 def test_a_lane_that_ends_ends_the_wait(tmp_path):
     with World(tmp_path) as world:
-        gone, other = world.workers
+        gone = world.workers[0]
         gone.act = lambda arrival: gone.plane.close()
         verdict, *_ = world.step()
         assert verdict.fault is Fault.ABORTED
@@ -196,7 +196,7 @@ def test_a_lane_that_ends_ends_the_wait(tmp_path):
 
 def test_a_late_answer_keeps_its_slot_until_it_comes(tmp_path):
     with World(tmp_path) as world:
-        late, other = world.workers
+        late = world.workers[0]
         late.act = lambda arrival: None
         verdict, *_ = world.step(limit_s=0.02)
         assert verdict == (Fault.TIMED_OUT, 0, 0)
