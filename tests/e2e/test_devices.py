@@ -202,9 +202,15 @@ def test_rows_stay_on_devices_and_a_killed_worker_costs_its_lanes_only(
         # Of all that a layer computes only ids and weights come down; then the drawn rows' logits.
         layers, pair_bytes, logits_bytes = 2, 3 * (4 + 4), 4 * 384
         tokens, down = router["router_tokens_total"], router["router_device_copied_bytes_totaldown"]
+        ahead, vain = router["router_steps_ahead_total"], router["router_steps_again_total"]
+        assert (ahead > 0) == (plane is SYMM)
+        # Of a step of one token ahead of the host ids, what each lane got, a word and the logits.
+        ahead_bytes = layers * (3 * 4 + 2 * 2 * 4) + 4
         # A gateway submits again what a router on a busy machine has not answered for long.
         again = tokens - sum(len(prompt) + STEPS - 1 for prompt, _ in cases)
-        drawn = (down - tokens * layers * pair_bytes) / logits_bytes
+        down -= (tokens - ahead) * layers * pair_bytes + (ahead + vain) * ahead_bytes
+        drawn = down / logits_bytes - vain
+        assert drawn == int(drawn)
         assert 0 <= drawn - len(cases) * STEPS <= again
         assert expert["expert_tokens_total"] > 0
         assert expert["expert_device_copied_bytes_totalup"] > 0
@@ -219,6 +225,9 @@ def test_rows_stay_on_devices_and_a_killed_worker_costs_its_lanes_only(
         log = (mesh.run_dir / "logs" / "router-0.log").read_text()
         lost = [event for event in events_of(log) if event["event"] == "lane.lost"]
         assert {event["peer"] for event in lost} == {"expert-1"}
+        mesh.wait_for(
+            lambda: figures(mesh, "router")["router_lane_slots_in_use"] == 0, "no slot to be held"
+        )
 
 
 @pytest.mark.parametrize(("router", "expert"), [("interpreter", "cpu"), ("cpu", "interpreter")])

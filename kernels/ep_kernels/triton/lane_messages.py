@@ -387,5 +387,6 @@ def variants(architecture: int) -> tuple[Variant, ...]:
             num_warps=waiting.num_warps,
             num_stages=waiting.num_stages,
             hot=True,
+            expects=r"LDG?\.E\.64\.STRONG\.SYS",
         ),
     )

@@ -102,7 +102,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, path: Path) -> Iterator[Flee
     fleet = Fleet(tmp_path_factory.mktemp("lanes"), path)
     yield fleet
     for process in fleet.processes.values():
-        process.signal(signal.SIGCONT)
         process.kill()
 
 
