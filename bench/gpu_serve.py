@@ -83,7 +83,8 @@ def mesh_tp(meter: Meter, device: str = "cuda") -> None:
 def over_symm(meter: Meter, device: str = "cuda") -> None:
     from moe_model.reference import ReferenceModel  # noqa: PLC0415
 
-    reference, symm = ReferenceModel(MODEL), {"network__data_plane": "symm"}
+    reference = ReferenceModel(MODEL)
+    symm: dict[str, Any] = {"network__data_plane": "symm"}
     by_host = "mesh, symm, steps by the host"
     _serve(meter, by_host, MODEL, reference, device, **symm, router__ahead="off")
     _serve(meter, "mesh, symm", MODEL, reference, device, kill=True, **symm, router__ahead="on")
