@@ -16,8 +16,10 @@ import torch
 
 from ep_kernels.plane import IntArray, PlaneError
 from ep_kernels.routing import Places
+from ep_kernels.triton.all_to_all import combine, plan
+from ep_kernels.triton.all_to_all.ahead import signature_of
 from ep_kernels.triton.all_to_all.combine import add_up
-from ep_kernels.triton.all_to_all.inbox import InboxShape, Wire, lay_out
+from ep_kernels.triton.all_to_all.inbox import InboxLayout, InboxShape, Wire, lay_out
 from ep_kernels.triton.all_to_all.plan import Lists, Pairs, list_pairs
 from ep_kernels.triton.device import Device
 from ep_kernels.triton.lane_messages import (
@@ -29,9 +31,10 @@ from ep_kernels.triton.lane_messages import (
     await_answers,
     send,
 )
+from ep_kernels.triton.registry import Variant
 from ep_kernels.triton.replicas import ReplicaSplit, Sent
 from ep_kernels.triton.transfer import Fixed
-from ep_kernels.triton.tuning import architecture_of
+from ep_kernels.triton.tuning import architecture_of, tile
 
 _SLOT_BITS = 16
 
@@ -76,6 +79,11 @@ class StepRoutes:
         return codes >> _SLOT_BITS, codes & ((1 << _SLOT_BITS) - 1)
 
 
+def _answers(tokens: int, hidden: int) -> InboxLayout:
+    """What an answer is like."""
+    return lay_out(InboxShape(1, 1, tokens, 0, hidden, Wire.FP32))
+
+
 def _codes(places: Places) -> IntArray:
     return (places.rank << _SLOT_BITS | places.slot).astype(np.int32)
 
@@ -109,7 +117,7 @@ class StepExchange:
         self._shape = shape
         self._routes = routes
         self._architecture = architecture_of(place)
-        self._answers = lay_out(InboxShape(1, 1, tokens, 0, shape.hidden, Wire.FP32))
+        self._answers = _answers(tokens, shape.hidden)
         self._loaded = Fixed(
             device,
             torch.zeros((FIELDS, lanes), dtype=torch.int64),
@@ -184,3 +192,32 @@ class StepExchange:
         )
         out_of = self._lanes[Field.OUT]
         return add_up(pairs, lists, self._answered, out_of, self._answers, self._architecture)
+
+
+def variants(architecture: int) -> tuple[Variant, ...]:
+    """The exchange's kernels as steps use them: a frame of 64 tokens of DeepSeek-V3."""
+    listing, adding = tile("plan", architecture), tile("combine", architecture)
+    answers = _answers(64, 7168)
+    return (
+        Variant(
+            kernel="all_to_all.plan",
+            name="64 tokens, lists alone",
+            function=plan.plan_kernel,
+            signature=signature_of(plan.plan_kernel, {"pair_weight_ptr": "*fp32:16"}),
+            constexprs=plan.list_constants(64, 8, listing),
+            num_warps=listing.num_warps,
+            num_stages=listing.num_stages,
+            hot=True,
+        ),
+        Variant(
+            kernel="all_to_all.combine",
+            name="64 tokens, sums that are there",
+            function=combine.combine_kernel,
+            signature=signature_of(combine.combine_kernel, {}),
+            constexprs=combine.constants_of(answers, adding, top_k=8, exact=False, streamed=True),
+            num_warps=adding.num_warps,
+            num_stages=adding.num_stages,
+            hot=True,
+            expects=r"LDG\.E\.128\S*",
+        ),
+    )

@@ -21,6 +21,7 @@ KERNEL_MODULES: Final[tuple[str, ...]] = (
     "grouped_gemm",
     "all_to_all",
     "lane_messages",
+    "ahead",
     "attention",
     "rows",
     "sampling",

@@ -48,7 +48,7 @@ def variants(architecture: int) -> tuple[Variant, ...]:
                     kernel=f"all_to_all.{kernel}",
                     name=name,
                     function=function,
-                    signature=_signature(function, own),
+                    signature=signature_of(function, own),
                     constexprs=constants,
                     num_warps=shown.num_warps,
                     num_stages=shown.num_stages,
@@ -114,7 +114,7 @@ def _kernels(
     ]
 
 
-def _signature(function: triton.JITFunction, own: dict[str, str]) -> dict[str, str]:
+def signature_of(function: triton.JITFunction, own: dict[str, str]) -> dict[str, str]:
     """Types by name: all other pointers are to int32, all other numbers are."""
     names = [parameter.name for parameter in function.params if not parameter.is_constexpr]
     return {

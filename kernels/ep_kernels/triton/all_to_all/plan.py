@@ -194,16 +194,23 @@ def list_pairs(lists: Lists, pairs: Pairs, architecture: int) -> None:
         *(nothing,) * 5,
         0,
         num_warps=shape.num_warps,
-        K=top_k,
-        CAP=lists.tokens,
-        EXACT=False,
-        CLAIM=False,
-        SLOTS=0,
-        FLAG_STRIDE=0,
-        TAKEN=0,
-        BLOCK_T=shape["BLOCK_T"],
-        BLOCK_K=triton.next_power_of_2(top_k),
+        **list_constants(lists.tokens, top_k, shape),
     )
+
+
+def list_constants(tokens: int, top_k: int, shape: Tile) -> dict[str, int | bool]:
+    """Those of ``list_pairs``."""
+    return {
+        "K": top_k,
+        "CAP": tokens,
+        "EXACT": False,
+        "CLAIM": False,
+        "SLOTS": 0,
+        "FLAG_STRIDE": 0,
+        "TAKEN": 0,
+        "BLOCK_T": shape["BLOCK_T"],
+        "BLOCK_K": triton.next_power_of_2(top_k),
+    }
 
 
 def plan(
