@@ -66,11 +66,12 @@ static inline void spin_pause(void) {
 
 enum { LEAST_PAUSE_NS = 50000, MOST_PAUSE_NS = 1000000 };
 
-/* Wait while a router's device sends parts by itself, which rings no doorbell: until one has come, or
- * the doorbell's word is not `seen` any more (1), or no lane is marked busy (0). After limit_ns without
- * any of it the marks are given up, and 0 returned. At first, for spin_ns, without sleeping. */
+/* Wait while a router's device sends parts by itself, which rings no doorbell: until one has come, the
+ * doorbell's word is not `seen` any more, or after limit_ns (1), or until no lane is marked busy (0).
+ * After give_up_ns of it the marks are given up, and 0 returned. At first, for spin_ns, without
+ * sleeping. */
 int32_t moemesh_lane_attend(const lane_end *lanes, int32_t count, const uint32_t *bell, uint32_t seen,
-                            int64_t spin_ns, int64_t limit_ns) {
+                            int64_t spin_ns, int64_t limit_ns, int64_t give_up_ns) {
     const int64_t began = lane_now();
     long pause = LEAST_PAUSE_NS;
     for (;;) {
@@ -86,7 +87,8 @@ int32_t moemesh_lane_attend(const lane_end *lanes, int32_t count, const uint32_t
         if (!busy) return 0;
         if (__atomic_load_n(bell, __ATOMIC_ACQUIRE) != seen) return 1;
         const int64_t waited = lane_now() - began;
-        if (waited >= limit_ns) break;
+        if (waited >= give_up_ns) break;
+        if (waited >= limit_ns) return 1;
         if (waited < spin_ns) {
             spin_pause();
             continue;

@@ -34,11 +34,6 @@ _MAX_SILENT = 16
 
 _ACCEPT_PAUSE_S = 0.1
 
-_ATTEND_S = 5.0
-"""How long a router's busy mark is believed while nothing comes under it."""
-_ATTEND_SPIN_NS = 300_000
-"""Longer than between two layers of a decode step, where a core is to be had."""
-
 _MAX_FENCED = 1024
 """Routers whose highest incarnation is remembered."""
 
@@ -129,7 +124,6 @@ class ShmExpertPlane:
         self._listener = _listen(path) if path else None
         self._inode = Path(path).stat().st_ino if path else 0
         self._doorbell = Doorbell("moemesh-expert-bell", spin_ns=spin_ns)
-        self._attend_spin_ns = _ATTEND_SPIN_NS if (os.cpu_count() or 1) > 1 else 0
         self._seen = self._doorbell.value()
         self._woken = False
         self._lock = threading.Lock()  # guards changes of the lane table
@@ -193,10 +187,7 @@ class ShmExpertPlane:
         spuriously.
         """
         if not self._woken:
-            ends, _ = self._ends
-            limit_s = min(timeout_s, _ATTEND_S)
-            if not ends.attend(self._doorbell, self._seen, self._attend_spin_ns, limit_s):
-                self._doorbell.wait(self._seen, timeout_s)
+            self._doorbell.wait(self._seen, timeout_s)
         self._woken = False
 
     def wake(self) -> None:

@@ -53,7 +53,7 @@ _arrivals.restype = _NUMBER
 _arrivals.argtypes = (_POINTER, _NUMBER, _POINTER)
 _attend: Final = load("lane", keeps_lock=False).moemesh_lane_attend
 _attend.restype = _NUMBER
-_attend.argtypes = (_POINTER, _NUMBER, _POINTER, ctypes.c_uint32, _LONG, _LONG)
+_attend.argtypes = (_POINTER, _NUMBER, _POINTER, ctypes.c_uint32, _LONG, _LONG, _LONG)
 _answer: Final = _library.moemesh_lane_answer
 _answer.restype = None
 _answer.argtypes = (_POINTER, *(_LONG,) * 5)
@@ -325,17 +325,19 @@ class LaneEnds:
         """See ``ExpertPlane``."""
         return banks.serve(self._at, len(self._lanes))
 
-    def attend(self, bell: Doorbell, seen: int, spin_ns: int, timeout_s: float) -> bool:
+    def attend(
+        self, bell: Doorbell, seen: int, *, spin_ns: int, timeout_s: float, give_up_s: float
+    ) -> bool:
         """Wait for what comes over lanes that are marked busy, without their ringing ``bell``; at
-        first for ``spin_ns`` without sleeping. Returns at once when there is none such; whether
-        something may have come, ``bell`` rung since it was ``seen`` included.
+        first for ``spin_ns`` without sleeping. False at once when there is none such; else whether
+        to look: something may have come, ``bell`` has rung since it was ``seen``, or ``timeout_s``
+        are over.
 
-        Under marks that did not change for ``timeout_s`` without a part nothing is expected any
-        more: whoever sleeps then is woken by the doorbell alone.
+        Under marks that have stood for ``give_up_s`` in here, without a part, nothing is expected
+        any more until they change: False then, and who sleeps is woken by the doorbell alone.
         """
-        return bool(
-            _attend(self._at, len(self._lanes), bell.address, seen, spin_ns, int(timeout_s * 1e9))
-        )
+        limits_ns = (int(timeout_s * 1e9), int(give_up_s * 1e9))
+        return bool(_attend(self._at, len(self._lanes), bell.address, seen, spin_ns, *limits_ns))
 
     def look(self) -> list[Came]:
         """Requests whose flag is not the one last seen, which becomes the one last seen."""

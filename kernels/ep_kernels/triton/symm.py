@@ -42,6 +42,10 @@ from ep_kernels.triton.tuning import architecture_of
 
 _WIRES: Final = (torch.float32, torch.bfloat16)
 _ALIGN: Final = 256
+_ATTEND_S: Final = 5.0
+"""How long a router's busy mark is believed while nothing comes under it."""
+_ATTEND_SPIN_NS: Final = 300_000
+"""Longer than between two layers of a decode step, where a core is to be had."""
 
 _log = logging.getLogger(__name__)
 
@@ -341,6 +345,7 @@ class SymmRouterPlane(ShmRouterPlane):
             else:
                 rows = request.tokens
                 lane.in_flight.append(InFlight(slot, sent, rows, next(self._tickets)))
+                lane.bell.ring()  # the mark is gone, and the worker may not have looked yet
 
     def _remove(self, lane: RouterLane) -> None:
         super()._remove(lane)
@@ -391,6 +396,21 @@ class SymmExpertPlane(ShmExpertPlane):
         super().__init__(
             expert_id, incarnation, path, hidden, _own(digest, device), max_lanes, spin_ns=spin_ns
         )
+
+    def wait(self, timeout_s: float) -> None:
+        """As ``ShmExpertPlane``; while a router's device sends by itself this looks for parts."""
+        if not self._woken:
+            ends, _ = self._ends
+            spin_ns = _ATTEND_SPIN_NS if (os.cpu_count() or 1) > 1 else 0
+            if ends.attend(
+                self._doorbell,
+                self._seen,
+                spin_ns=spin_ns,
+                timeout_s=timeout_s,
+                give_up_s=_ATTEND_S,
+            ):
+                return
+        super().wait(timeout_s)
 
     def _map(self, layout: LaneLayout, fds: list[int]) -> LaneMemory:
         lane_fd, rows_fd = fds

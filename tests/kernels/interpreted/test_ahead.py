@@ -275,8 +275,8 @@ def test_a_worker_looks_for_parts_while_its_router_is_busy_and_sleeps_otherwise(
     ends, _ = expert._ends
     bell = expert._doorbell
 
-    def attends(timeout_s: float) -> bool:
-        return ends.attend(bell, bell.value(), 0, timeout_s)
+    def attends(give_up_s: float, timeout_s: float = DEADLINE_S) -> bool:
+        return ends.attend(bell, bell.value(), spin_ns=0, timeout_s=timeout_s, give_up_s=give_up_s)
 
     try:
         assert not attends(DEADLINE_S)  # not busy: at once
@@ -293,6 +293,7 @@ def test_a_worker_looks_for_parts_while_its_router_is_busy_and_sleeps_otherwise(
         threading.Timer(0.02, publish).start()
         assert attends(DEADLINE_S)  # nobody rang
         assert [arrival.sequence for arrival in expert.poll()] == [first]
+        assert attends(DEADLINE_S, 0.01)  # its time was over
         assert not attends(0.01)  # given up after so long
         assert not attends(DEADLINE_S)
         lane.memory.answer_flags[slot.index] = first
@@ -329,3 +330,26 @@ def test_workers_in_processes_and_one_that_is_killed(tmp_path):
     finally:
         for peer in peers:
             peer.kill()
+
+
+def test_a_part_that_a_sleeping_worker_has_not_seen_is_rung_for_at_the_end(tmp_path):
+    path = str(tmp_path / "e0")
+    expert = SymmExpertPlane("e0", 1, path, HIDDEN, DIGEST, device=device())
+    router = SymmRouterPlane("r0", 1, LaneShape(HIDDEN, TOP_K, FRAME, RING), DIGEST, device())
+    router.connect("e0", path, 1, DEADLINE_S)
+    try:
+        taken = router.take(("e0",), 1)
+        assert taken is not None
+        assert expert.poll() == []
+        (entry,) = taken.lanes
+        assert entry is not None
+        lane, slot, first = entry
+        slot.write_request(Request(first, 8, 1, 2, 0, 0, 7))
+        lane.memory.request_flags[slot.index] = first
+        seen = expert._doorbell.value()
+        router.give_back(taken)
+        assert expert._doorbell.value() != seen
+        assert [arrival.sequence for arrival in expert.poll()] == [first]
+    finally:
+        router.close()
+        expert.close()
