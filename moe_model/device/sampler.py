@@ -74,18 +74,18 @@ class DeviceSampler:
         self._vocab_size = vocab_size
         self._device = device
         self._stream = stream
-        self._batch = _Batch.of([], device)
+        self._batch: _Batch | None = None
 
     def draw(
         self, logits: torch.Tensor, sequences: SequenceOf[Sequence]
     ) -> tuple[list[int], list[Logprob | None]]:
         batch = self._batch
-        if batch.rows != sequences:
+        if batch is None or batch.rows != sequences:
             batch = self._batch = _Batch.of(sequences, self._device)
         position, *adjustments = upload(
             self._device,
             torch.tensor([len(sequence.tokens) for sequence in sequences], dtype=torch.int64),
-            *self._adjustments(sequences),
+            *self._adjustments(batch),
         )
         raw = logits
         if batch.scored and (adjustments or len(batch.scored) < len(sequences)):
@@ -124,13 +124,13 @@ class DeviceSampler:
         sample(logits, one.on(self._device.place))
         log_sum(logits)
 
-    def _adjustments(self, sequences: SequenceOf[Sequence]) -> list[torch.Tensor]:
+    def _adjustments(self, batch: _Batch) -> list[torch.Tensor]:
         """``Adjustments`` of all rows one behind the other, with the tokens' places in
         ``[rows * vocab]``; nothing if there are none.
         """
         vocab, parts = self._vocab_size, []
-        for row in self._batch.adjusted:
-            one = Adjustments.of(sequences[row], vocab)
+        for row in batch.adjusted:
+            one = Adjustments.of(batch.rows[row], vocab)
             if one.tokens.size:
                 parts.append((row * vocab + one.tokens, one.bias, one.penalty, one.minus))
         return [torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True)]

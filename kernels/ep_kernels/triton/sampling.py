@@ -173,19 +173,20 @@ def _by_id(
         _, _, weight = _weights(logits, vocab, first, inverse, peak, BLOCK)
         held += tl.sum(weight, 0).to(tl.float64)
     goal = held * number
-    # The same sums again: the whole holds more than the goal, so that a block is found.
+    # The same sums again: the whole holds more than the goal. Should a compiler make other sums of
+    # them, the last block has the token.
     held = tl.full((), 0.0, tl.float64)
     begin = tl.full((), 0, tl.int32)
     _, _, weight = _weights(logits, vocab, begin, inverse, peak, BLOCK)
     through = tl.sum(weight, 0).to(tl.float64)
-    while through <= goal:
+    while (through <= goal) & (begin + BLOCK < vocab):
         held = through
         begin += BLOCK
         _, _, weight = _weights(logits, vocab, begin, inverse, peak, BLOCK)
         through = held + tl.sum(weight, 0).to(tl.float64)
     token, _, weight = _weights(logits, vocab, begin, inverse, peak, BLOCK)
     before = begin - 1
-    last = begin + BLOCK - 1
+    last = tl.minimum(begin + BLOCK, vocab) - 1
     while last - before > 1:
         middle = (before + last) >> 1
         through = held + tl.sum(tl.where(token <= middle, weight, 0.0), 0).to(tl.float64)
