@@ -10,6 +10,7 @@ import torch
 from moe_model.architecture import ModelSpec
 from moe_model.experts import ExpertClient, Ticket
 from moe_model.plan import Chunk
+from moe_model.sampler import TokenSampler
 
 MakeClient: TypeAlias = Callable[[bytes], ExpertClient]
 """``decodes -> client`` of one micro-batch: a byte a token, 1 if it belongs to a decode step."""
@@ -51,6 +52,8 @@ class ServedModel(LayerModel, Protocol):
     def plan(self, chunks: Sequence[Chunk], block_size: int = 16) -> Any: ...
 
     def logits(self, h_rows: torch.Tensor) -> torch.Tensor: ...
+
+    def sampler(self) -> TokenSampler: ...
 
     def clients(self, make: MakeClient, computed: Computed) -> MakeClient: ...
 

@@ -31,6 +31,7 @@ from moe_model.kv_size import row_stride
 from moe_model.layers import SwiGlu
 from moe_model.plan import CacheShape, Chunk, Group, StepPlan, Turns, plan_step, tabled
 from moe_model.rope import Rope
+from moe_model.sampler import Sampler, TokenSampler
 from moe_model.shard import Shard
 from moe_model.spec import load_spec
 from moe_model.tensors import TensorTable
@@ -199,6 +200,10 @@ class RouterModel:
     def logits(self, h_rows: torch.Tensor) -> torch.Tensor:
         """Final hidden states ``[rows, hidden]`` -> ``[rows, vocab]`` fp32."""
         return self._head(self._final_norm(h_rows))
+
+    def sampler(self) -> TokenSampler:
+        """A new one, which draws from what ``logits`` returns, where that lies."""
+        return Sampler(self.spec.vocab_size)
 
 
 def load_router_model(
