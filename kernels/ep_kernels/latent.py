@@ -111,7 +111,7 @@ class LatentDecode:
         *,
         add: bool,
     ) -> torch.Tensor:
-        """``h [n, hidden]`` fp32 -> attention on its norm, plus ``h`` with ``add``; ``[n, hidden]``.
+        """``h [n, hidden]`` fp32 -> attention on its norm, plus ``h`` with ``add``; as wide.
 
         Turns, ``cache [rows, at least latent + rotary]`` and ``at [n]`` as ``LatentRows`` has them;
         ``visible`` of ``n`` queries includes the rows written here. Raises ``IndexError`` for a
