@@ -23,6 +23,7 @@ SOURCES = (
     "kernels/ep_kernels/native/gate.c",
     "kernels/ep_kernels/native/half.c",
     "kernels/ep_kernels/native/lane.c",
+    "kernels/ep_kernels/native/latent.c",
     "kernels/ep_kernels/native/route.c",
     "kernels/ep_kernels/native/rows.c",
 )

@@ -39,6 +39,7 @@ SECTIONS = {
     "attention": "gpu_mesh",
     "rows": "gpu_mesh",
     "sampling": "gpu_mesh",
+    "draws": "gpu_serve",
     "mesh": "gpu_serve",
     "mesh FP8": "gpu_serve",
     "mesh TP": "gpu_serve",

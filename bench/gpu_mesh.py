@@ -316,16 +316,10 @@ def samplings(meter: Meter, vocab: int = 129280, count: int = 64) -> None:
         "top_k 50, top_p 0.9": (0.8, 50, 0.9, 0.0),
     }
     for name, (temperature, top_k, top_p, min_p) in rules.items():
-        draws = Draws(
-            torch.full((count,), temperature, device=device),
-            torch.full((count,), top_k, device=device, dtype=torch.int32),
-            torch.full((count,), top_p, device=device),
-            torch.full((count,), min_p, device=device),
-            torch.arange(count, device=device),
-            torch.arange(count, device=device),
-        )
+        same = [[value] * count for value in (temperature, top_k, top_p, min_p)]
+        draws = Draws.of(*same, range(count), range(count)).on(device)
         tokens, cuts = sample_and_cuts(logits, draws)
-        could = kept(logits, cuts, draws)
+        could = kept(logits, cuts)
         for row in range(0, count, 9):
             wanted = reference_kept(logits[row].cpu(), temperature, top_k, top_p, min_p)
             other = int(could[row].sum()) - wanted.numel()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import tempfile
@@ -47,8 +48,46 @@ TEXTS = (
     "The climate is tropical, with a rainy season from " * 4,
 )
 STEPS = 24
+SEEDS = 2
+"""Draws of ``STEPS`` tokens at temperature 1 for each text."""
 RATE_CLIENTS, RATE_TOKENS = 32, 64
 KILLED_AFTER_S = 0.3
+
+
+def draws(meter: Meter, device: str = "cuda", vocab: int = 129280, count: int = 64) -> None:
+    """The router's sampler on the card against the CPU's, over all that a request may ask for."""
+    sys.path.insert(0, str(ROOT))
+    from ep_kernels.triton.device import open_device  # noqa: PLC0415
+
+    from moe_model.device.sampler import DeviceSampler  # noqa: PLC0415
+    from moe_model.sampler import Sampler  # noqa: PLC0415
+    from tests.support.draws import drawable, some_logits, some_row  # noqa: PLC0415
+
+    card, dice = open_device(device), random.Random(torch.initial_seed())
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    rows = [some_row(dice, vocab) for _ in range(count)]
+    logits = torch.stack([some_logits(dice, vocab, generator) for _ in rows])
+    wanted, scored = Sampler(vocab).draw(logits.clone(), rows)
+    sampler = DeviceSampler(vocab, card, card.settle())
+    there = logits.to(card.place)
+    tokens, logprobs = sampler.draw(there.clone(), rows)
+    for one, row, token, ours, theirs in zip(logits, rows, tokens, logprobs, scored, strict=True):
+        if token not in drawable(one, row):
+            raise ValueError(f"drew {token} of {sorted(drawable(one, row))[:9]}: {row.sampling}")
+        top = list(zip(ours.top, theirs.top, strict=True)) if ours and theirs else []
+        if (ours is None) != (theirs is None) or any(abs(a[1] - b[1]) > 1e-4 for a, b in top):
+            raise ValueError(f"log-probabilities {ours}, the CPU's are {theirs}")
+    same = sum(a == b for a, b in zip(tokens, wanted, strict=True))
+    check = f"{same} of {count} tokens are the CPU's, others within rounding"
+    alone = [sampler.draw(there[i : i + 1].clone(), rows[i : i + 1])[0][0] for i in range(count)]
+    if alone != tokens:
+        raise ValueError("a row's token depends on the others in its batch")
+    began, times = time.perf_counter(), 10
+    for _ in range(times):
+        sampler.draw(there.clone(), rows)
+    took_us = (time.perf_counter() - began) / times * 1e6
+    told = f"all kinds of requests, {count} rows of {vocab}, tokens on the host"
+    meter.row("draws", told, took_us, "us", check=check)
 
 
 def mesh(meter: Meter, device: str = "cuda") -> None:
@@ -210,8 +249,9 @@ def _ask(running: Mesh, model: str, prompt: list[int], **options: Any) -> dict[s
 
 
 def _off(running: Mesh, reference: Any, model: str, prompt: list[int], tolerance: float) -> float:
-    """How far the mesh's log-probabilities are from the reference's at most: the prompt's own, and
-    those of greedy tokens for as long as bf16 cannot have changed which they are.
+    """How far the mesh's log-probabilities are from the reference's at most: the prompt's own,
+    those of greedy tokens for as long as bf16 cannot have changed which they are, and those of
+    tokens that seeds draw, wherever it cannot.
     """
     options = {"max_tokens": STEPS, "logprobs": 1, "echo": True}
     got = _ask(running, model, prompt, **options)["logprobs"]["token_logprobs"]
@@ -224,6 +264,31 @@ def _off(running: Mesh, reference: Any, model: str, prompt: list[int], tolerance
         if position >= len(prompt) and float(best[0] - best[1]) < 2 * tolerance:
             break
         worst = max(worst, abs(got[position] - float(row[tokens[position]])))
+    return max(worst, *(_off_drawn(running, reference, model, prompt, tolerance, seed)
+                        for seed in range(SEEDS)))  # fmt: skip
+
+
+def _off_drawn(
+    running: Mesh, reference: Any, model: str, prompt: list[int], tolerance: float, seed: int
+) -> float:
+    """The same of what ``seed`` draws at temperature 1, each after the reference's tokens."""
+    from mesh.messages import Sampling  # noqa: PLC0415
+    from tests.support.draws import Row, drawable  # noqa: PLC0415
+
+    sampling = Sampling(seed=seed)
+    tokens = [*prompt, *reference.generate(prompt, STEPS, sampling=sampling, ignore_eos=True)]
+    rows = reference.logits(tokens).log_softmax(-1)
+    worst = 0.0
+    for position in range(len(prompt), len(tokens)):
+        row, before = rows[position - 1], tokens[:position]
+        # Logits that are off by as much move no cumulative sum by more than half of it.
+        if len(drawable(row, Row(before, len(prompt), sampling), tolerance / 2)) > 1:
+            continue
+        # All of it, since a checkpoint may recommend other values than the neutral ones.
+        options = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+        options |= {"max_tokens": 1, "logprobs": 1, "seed": seed}
+        (got,) = _ask(running, model, before, **options)["logprobs"]["token_logprobs"]
+        worst = max(worst, abs(got - float(row[tokens[position]])))
     return worst
 
 
@@ -241,6 +306,7 @@ def _rate(running: Mesh, model: str, clients: int) -> float:
 
 
 SECTIONS = {
+    "draws": draws,
     "mesh": mesh,
     "mesh FP8": mesh_fp8,
     "mesh TP": mesh_tp,

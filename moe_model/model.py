@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from ep_kernels.few import FEW_TOKENS, FewGate, FewLatent
+from ep_kernels.latent import LatentDecode
 from ep_kernels.packed import PackedLinear, pack_linear
 from ep_kernels.rows import RmsNorm
 from torch.nn.functional import embedding
@@ -28,8 +29,9 @@ from moe_model.gate import Gate
 from moe_model.kv_cache import KVCache
 from moe_model.kv_size import row_stride
 from moe_model.layers import SwiGlu
-from moe_model.plan import CacheShape, Chunk, StepPlan, Turns, plan_step, tabled
+from moe_model.plan import CacheShape, Chunk, Group, StepPlan, Turns, plan_step, tabled
 from moe_model.rope import Rope
+from moe_model.sampler import Sampler, TokenSampler
 from moe_model.shard import Shard
 from moe_model.spec import load_spec
 from moe_model.tensors import TensorTable
@@ -48,6 +50,8 @@ class Layer:
     attention: Attention
     few: FewLatent | None
     """Norm, attention and sum for one token, if there is such a way."""
+    decode: LatentDecode | None
+    """Norm and attention for single tokens of sequences, if there is such a way."""
     ffn_norm: RmsNorm
     dense: SwiGlu | None
     gate: Gate | None
@@ -141,12 +145,35 @@ class RouterModel:
                 f"the step was planned for blocks of {plan.block_size} tokens, "
                 f"the cache has blocks of {kv.block_size}"
             )
-        parts = self._layers[layer]
-        lone = plan.lone
+        parts, lone = self._layers[layer], plan.lone
         if lone is not None and parts.few is not None:
             rows = span_rows(kv, layer, lone)
             return parts.few(h, plan.query_turn, plan.key_turn, rows)
+        if parts.decode is not None and plan.decodes is not None:
+            return self._decode(parts.decode, layer, h, plan, plan.decodes, kv, add=True)
         return parts.attention(parts.attention_norm(h), plan, kv, layer).add_(h)
+
+    def _decode(
+        self,
+        decode: LatentDecode,
+        layer: int,
+        h: torch.Tensor,
+        plan: StepPlan,
+        group: Group,
+        kv: KVCache,
+        *,
+        add: bool,
+    ) -> torch.Tensor:
+        return decode(
+            h,
+            plan.query_turn,
+            plan.key_turn,
+            kv.layers[layer],
+            plan.cache_rows,
+            kv.block_size,
+            group.visible,
+            add=add,
+        )
 
     def dense(self, layer: int, h: torch.Tensor) -> torch.Tensor:
         """``h`` plus the FFN of a layer that is no MoE layer."""
@@ -173,6 +200,10 @@ class RouterModel:
     def logits(self, h_rows: torch.Tensor) -> torch.Tensor:
         """Final hidden states ``[rows, hidden]`` -> ``[rows, vocab]`` fp32."""
         return self._head(self._final_norm(h_rows))
+
+    def sampler(self) -> TokenSampler:
+        """A new one, which draws from what ``logits`` returns, where that lies."""
+        return Sampler(self.spec.vocab_size)
 
 
 def load_router_model(
@@ -268,13 +299,15 @@ def _load_layer(spec: ModelSpec, reader: Reader, layer: int, kind: Weights, exac
         router = reader.tensor("router", layer)
         gate = Gate(spec.gate, spec.experts_per_token, router, bias, exact=exact)
     norm = reader.owned("attention_norm", layer)
+    attention_norm = RmsNorm(norm, spec.norm_eps)
     attention = _load_attention(spec, reader, layer, kind, exact)
-    few = attention.few(norm, spec.norm_eps) if isinstance(attention, LatentAttention) else None
+    latent = attention if isinstance(attention, LatentAttention) else None
     ffn_norm = reader.owned("ffn_norm", layer)
     return Layer(
-        attention_norm=RmsNorm(norm, spec.norm_eps),
+        attention_norm=attention_norm,
         attention=attention,
-        few=few,
+        few=None if latent is None else latent.few(norm, spec.norm_eps),
+        decode=None if latent is None else latent.decode(attention_norm),
         ffn_norm=RmsNorm(ffn_norm, spec.norm_eps),
         dense=ffn("dense"),
         gate=gate,

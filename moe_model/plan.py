@@ -125,6 +125,12 @@ class StepPlan:
             return part
         return None
 
+    @property
+    def decodes(self) -> Group | None:
+        """The only part, if it is single tokens of sequences."""
+        part = self.parts[0]
+        return part if isinstance(part, Group) and part.rows is None else None
+
 
 Turns: TypeAlias = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 

@@ -14,7 +14,7 @@ from moe_model.forward import forward, run_to_end
 from moe_model.kv_cache import KVCache
 from moe_model.model import RouterModel, Weights, load_router_model
 from moe_model.plan import Chunk
-from moe_model.sampler import UNDRAWABLE, Sampler
+from moe_model.sampler import UNDRAWABLE
 
 _BLOCK_SIZE = 16
 _PREFILL_TOKENS = 512
@@ -80,7 +80,7 @@ class ReferenceModel:
         if max_tokens < 1:
             return
         kv, table = self._cache(len(token_ids) + max_tokens)
-        sampler = Sampler(self.model.spec.vocab_size)
+        sampler = self.model.sampler()
         row = _Row(list(token_ids), len(token_ids), sampling)
         stop = () if ignore_eos else self.model.spec.eos_token_ids
         with torch.inference_mode():

@@ -117,9 +117,8 @@ class Ahead:
         return True
 
     def run(self, plan: Any, decodes: bytes) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Final hidden states ``[n, hidden]`` on the device and logits ``[n, vocab]`` on the host
-        of a step that ``may`` be tried, right after that said so; None where it has to be run
-        another way.
+        """Final hidden states ``[n, hidden]`` and logits ``[n, vocab]`` on the device of a step
+        that ``may`` be tried, right after that said so; None where it has to be run another way.
         """
         device, experts, began = self._device, self._experts, perf_counter_ns()
         assert device is not None, "may said yes"

@@ -120,7 +120,7 @@ class RouterCollector(Collector):
         yield lanes
         copied = CounterMetricFamily(
             f"{PREFIX}_router_device_copied_bytes",
-            "Rows, ids, weights and logits copied between the host and the router's device.",
+            "Rows, ids, weights and tokens copied between the host and the router's device.",
             labels=["direction"],
         )
         for direction in ("up", "down"):

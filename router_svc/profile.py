@@ -18,6 +18,7 @@ from mesh.layer_groups import LayerGroups
 from mesh.metrics import REQUEST_SECONDS, Buckets
 from moe_model.forward import MakeClient, ServedModel
 from moe_model.plan import Chunk
+from moe_model.sampler import TokenSampler
 
 _SPANS = 32
 """As many tensor operations as other micro-batches run between a dispatch and its combine."""
@@ -182,6 +183,9 @@ class TimedModel:
         h = self._model.dense(layer, h)
         self._times.shared_ns += self._times.computed(layer, started, perf_counter_ns())
         return h
+
+    def sampler(self) -> TokenSampler:
+        return self._model.sampler()
 
     def logits(self, h_rows: torch.Tensor) -> torch.Tensor:
         started = perf_counter_ns()

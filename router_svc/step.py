@@ -18,9 +18,9 @@ from structlog.typing import FilteringBoundLogger
 
 from mesh.messages import Logprob
 from moe_model.experts import Ticket
-from moe_model.forward import ServedModel, forward
+from moe_model.forward import Crowded, ServedModel, forward
 from moe_model.plan import Chunk as ModelChunk
-from moe_model.sampler import UNDRAWABLE, Sampler, logprob_rows
+from moe_model.sampler import UNDRAWABLE
 from router_svc.ahead import Ahead
 from router_svc.experts import MeshExperts
 from router_svc.microbatch import MicroBatchRule, split_chunks
@@ -56,9 +56,9 @@ class StepResult:
 class _MicroBatch:
     index: int
     chunks: list[Chunk]
-    layers: Generator[Ticket, None, torch.Tensor]
+    layers: Generator[Ticket | Crowded, None, torch.Tensor]
     """Runs the layers; returns final hidden states ``[tokens, hidden]``."""
-    ticket: Ticket | None = None
+    ticket: Ticket | Crowded | None = None
     """What it waits for."""
 
 
@@ -96,7 +96,7 @@ class StepRunner:
         self._times = times
         self._log = log
         # One per micro-batch, because a sampler keeps the parameters of the batch it saw last.
-        self._samplers = [Sampler(model.spec.vocab_size) for _ in range(self._fixed or 2)]
+        self._samplers = [model.sampler() for _ in range(self._fixed or 2)]
 
     def run(self, work: StepWork) -> StepResult:
         """Compute the chunks and draw a token where they reach the end of their sequence."""
@@ -166,7 +166,7 @@ class StepRunner:
             self._kv.block_size,
         )
 
-    def _layers(self, chunks: list[Chunk]) -> Generator[Ticket, None, torch.Tensor]:
+    def _layers(self, chunks: list[Chunk]) -> Generator[Ticket | Crowded, None, torch.Tensor]:
         plan, experts = self._plan(chunks), self._clients(_decodes(chunks))
         return (yield from forward(self._model, plan, self._kv, experts))
 
@@ -215,7 +215,7 @@ class StepRunner:
         for chunk in chunks:
             sequence = chunk.sequence
             if len(sequence.prompt_logprobs) < sequence.num_prompt_logprobs:
-                self._score_prompt(chunk, hidden[first : first + chunk.count])
+                self._score_prompt(index, chunk, hidden[first : first + chunk.count])
             first += chunk.count
             if chunk.draws:
                 rows.append(first - 1)
@@ -237,7 +237,7 @@ class StepRunner:
                 result.logprobs[sequence.request] = logprob
         self._times.sampling_ns += perf_counter_ns() - started
 
-    def _score_prompt(self, chunk: Chunk, hidden: torch.Tensor) -> None:
+    def _score_prompt(self, micro_batch: int, chunk: Chunk, hidden: torch.Tensor) -> None:
         """Append log-probabilities of the prompt tokens that the chunk's rows predict."""
         sequence = chunk.sequence
         known = sequence.prompt_logprobs
@@ -248,10 +248,10 @@ class StepRunner:
         end = min(chunk.count, sequence.prompt_len - 1 - chunk.start)
         for low in range(begin, end, _LOGPROB_ROWS):
             high = min(low + _LOGPROB_ROWS, end)
-            logprobs = torch.log_softmax(self._model.logits(hidden[low:high]), -1)
-            targets = sequence.tokens[chunk.start + low + 1 : chunk.start + high + 1]
-            known += logprob_rows(
-                logprobs, targets, [sequence.sampling.prompt_logprobs] * len(targets)
+            known += self._samplers[micro_batch].score(
+                self._model.logits(hidden[low:high]),
+                sequence.tokens[chunk.start + low + 1 : chunk.start + high + 1],
+                sequence.sampling.prompt_logprobs,
             )
 
 
@@ -261,4 +261,7 @@ def _decodes(chunks: list[Chunk]) -> bytes:
 
 
 def _is_away(batch: _MicroBatch) -> bool:
-    return batch.ticket is not None and not batch.ticket.done
+    ticket = batch.ticket
+    if isinstance(ticket, Crowded):
+        ticket = ticket.ticket
+    return ticket is not None and not ticket.done

@@ -36,7 +36,7 @@ class _Work(ctypes.Structure):
         *((name, _LONG) for name in ("heads", "shared", "key_dim", "value_dim", "value_offset")),
         *((name, _LONG) for name in ("q_row", "stride", "block_size", "most_lanes")),
         *((name, _POINTER) for name in ("q", "cache", "blocks", "offset", "skip", "keys", "out")),
-        ("lanes", _LONG),
+        *((name, _LONG) for name in ("lanes", "parts")),
     )
 
 

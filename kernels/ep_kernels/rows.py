@@ -17,13 +17,13 @@ class RmsNorm:
     columns.
     """
 
-    __slots__ = ("_call", "_epsilon", "_weight", "_weight_address", "_width")
+    __slots__ = ("_call", "_weight", "_width", "epsilon", "weight_address")
 
     def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
         self._weight = weight.float().contiguous()
-        self._weight_address = self._weight.data_ptr()
+        self.weight_address = self._weight.data_ptr()
         self._width = weight.shape[0]
-        self._epsilon = epsilon
+        self.epsilon = epsilon
         self._call = load("rows").moemesh_rms_norm
         self._call.restype = None
         self._call.argtypes = (
@@ -43,7 +43,7 @@ class RmsNorm:
             raise ValueError(f"expected rows of {self._width} values, got shape {list(x.shape)}")
         out = torch.empty((rows, width))
         self._call(
-            x.data_ptr(), stride, self._weight_address, self._epsilon, rows, width, out.data_ptr()
+            x.data_ptr(), stride, self.weight_address, self.epsilon, rows, width, out.data_ptr()
         )
         return out
 
@@ -67,7 +67,7 @@ class LatentRows:
     of key and value, then a rotary key. Rotations are complex numbers of modulus 1 and a scale.
     """
 
-    __slots__ = ("_address", "_call", "_heads", "_held", "_query", "_turn", "_width")
+    __slots__ = ("_call", "_heads", "_held", "_turn", "_width", "address", "query")
 
     def __init__(
         self,
@@ -93,8 +93,9 @@ class LatentRows:
             rotary,
         )
         self._held = (latent, weights)
-        self._address = ctypes.addressof(latent)
-        self._query = query
+        self.address = ctypes.addressof(latent)
+        """C's ``latent_rows``."""
+        self.query = query
         self._heads = heads
         self._width = query + latent_norm.shape[0] + rotary
         library = load("rows")
@@ -127,9 +128,9 @@ class LatentRows:
         rows = x.shape[0]
         assert x.shape[1] == self._width, "not a row of this attention"
         assert x.is_contiguous(), "C reads it as it lies"
-        query = torch.empty((rows, self._query))
+        query = torch.empty((rows, self.query))
         bad = self._call(
-            self._address,
+            self.address,
             x.data_ptr(),
             rows,
             query_turn.data_ptr(),

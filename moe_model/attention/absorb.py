@@ -78,18 +78,18 @@ class Half:
         """``key_up [heads, latent, nope]``, ``value_up [heads, value, latent]``, of one 16-bit
         type.
         """
-        self._key_up, self._value_up = HalfMatrices(key_up), HalfMatrices(value_up)
+        self.key_up, self.value_up = HalfMatrices(key_up), HalfMatrices(value_up)
 
     def absorb(self, q: torch.Tensor) -> torch.Tensor:
-        nope, latent = self._key_up.inputs, self._key_up.outputs
+        nope, latent = self.key_up.inputs, self.key_up.outputs
         out = q.new_empty(q.shape[0], q.shape[1], latent + q.shape[2] - nope)
-        self._key_up.into(q[..., :nope], out[..., :latent])
+        self.key_up.into(q[..., :nope], out[..., :latent])
         out[..., latent:] = q[..., nope:]
         return out
 
     def expand(self, latents: torch.Tensor) -> torch.Tensor:
-        out = latents.new_empty(latents.shape[0], latents.shape[1], self._value_up.outputs)
-        self._value_up.into(latents, out)
+        out = latents.new_empty(latents.shape[0], latents.shape[1], self.value_up.outputs)
+        self.value_up.into(latents, out)
         return out.flatten(1)
 
 

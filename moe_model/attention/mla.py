@@ -11,13 +11,15 @@ from collections.abc import Callable
 
 import torch
 from ep_kernels.few import FewLatent
+from ep_kernels.latent import LatentDecode
 from ep_kernels.packed import Kind, PackedLinear, Storage, pack_linear
-from ep_kernels.rows import LatentRows
+from ep_kernels.rows import LatentRows, RmsNorm
 
 from moe_model.architecture import MlaSpec, RopeSpec
 from moe_model.attention.absorb import (
     Absorption,
     Folded,
+    Half,
     LatentMatrices,
     PerHead,
     by_heads,
@@ -146,6 +148,26 @@ class LatentAttention:
             epsilon=epsilon,
             latent_epsilon=self.spec.latent_norm_eps,
             heads=self._heads,
+        )
+
+    def decode(self, norm: RmsNorm) -> LatentDecode | None:
+        """The same for single tokens of sequences, with the norm before it; shares the matrices.
+        None where these are not in 16 bits, or have biases.
+        """
+        linears = (self._a, self._o, *(() if self._q_b is None else (self._q_b,)))
+        halves = [i.half for i in linears if isinstance(i, PackedLinear) and i.half is not None]
+        absorption = self._absorption
+        if len(halves) < len(linears) or not isinstance(absorption, Half):
+            return None
+        first, out, *query = halves
+        return LatentDecode(
+            norm=norm,
+            first=first,
+            rows=self._rows,
+            query=query[0] if query else None,
+            key_up=absorption.key_up,
+            value_up=absorption.value_up,
+            out=out,
         )
 
     def __call__(self, x: torch.Tensor, plan: StepPlan, cache: KVCache, layer: int) -> torch.Tensor:

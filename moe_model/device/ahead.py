@@ -44,7 +44,7 @@ class AheadStep:
     hidden: torch.Tensor
     """``[n, hidden]`` on the device, valid until the next step."""
     logits: torch.Tensor
-    """``[n, vocab]`` fp32 on the host."""
+    """``[n, vocab]`` fp32 on the device, the caller's to change until the next step."""
     ids: npt.NDArray[np.int32]
     """``[moe layers, n, top_k]``: experts."""
     sent: npt.NDArray[np.int32]
@@ -141,13 +141,8 @@ class DeviceAhead:
             exchange.load(taken.fields, stamp, count)
             own.launch()
             launched()
-            logits, ids, sent, status = download(
-                device,
-                self._stream,
-                own.logits[:count],
-                exchange.ids,
-                exchange.counts,
-                exchange.status,
+            ids, sent, status = download(
+                device, self._stream, exchange.ids, exchange.counts, exchange.status
             )
             verdict = Verdict.of(int(status))
             if verdict.fault is Fault.CORRUPT:
@@ -164,7 +159,7 @@ class DeviceAhead:
             fault="" if verdict.fault is Fault.NONE else verdict.fault.name.lower(),
             peer=self._ranks[verdict.lane] or "",
             hidden=own.hidden[:count],
-            logits=logits,
+            logits=own.logits[:count],
             ids=ids[:, :count].numpy(),
             sent=sent.numpy(),
         )

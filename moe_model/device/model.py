@@ -14,7 +14,7 @@ from ep_kernels.triton.attention import MOST_SPLITS, attend
 from ep_kernels.triton.device import Device, Stream
 from ep_kernels.triton.gate import gate
 from ep_kernels.triton.rows import rms_norm
-from ep_kernels.triton.transfer import download, upload
+from ep_kernels.triton.transfer import upload
 from torch.nn.functional import embedding, linear, silu
 
 from moe_model.architecture import GqaSpec, ModelSpec
@@ -23,6 +23,7 @@ from moe_model.device.attention import DeviceGroupedAttention, DeviceLatentAtten
 from moe_model.device.decode import Frame, Frames, Work, fits
 from moe_model.device.experts import DeviceExperts
 from moe_model.device.plan import DevicePlan, index_step, plan_on_device
+from moe_model.device.sampler import DeviceSampler
 from moe_model.experts import ExpertClient
 from moe_model.forward import Computed, MakeClient
 from moe_model.gate import gate_rule
@@ -130,8 +131,8 @@ class DeviceParts:
 
 
 class DeviceModel:
-    """See ``RouterModel``: the same methods, whose ``h``, ``x`` and results lie on the device, but
-    for ``logits``. Made by ``load_device_model``, whose thread alone may call it.
+    """See ``RouterModel``: the same methods, whose ``h``, ``x`` and results lie on the device. Made
+    by ``load_device_model``, whose thread alone may call it.
     """
 
     def __init__(self, parts: DeviceParts) -> None:
@@ -296,8 +297,12 @@ class DeviceModel:
         return parts.dense(rms_norm(h, parts.ffn_norm, self.spec.norm_eps))
 
     def logits(self, h_rows: torch.Tensor) -> torch.Tensor:
-        """``[rows, vocab]`` fp32 on the host, where tokens are drawn."""
-        return download(self._device, self.stream, self._logits_of(h_rows))[0]
+        """``[rows, vocab]`` fp32."""
+        return self._logits_of(h_rows)
+
+    def sampler(self) -> DeviceSampler:
+        """See ``RouterModel``. Whoever draws waits for the device."""
+        return DeviceSampler(self.spec.vocab_size, self._device, self.stream)
 
     def _logits_of(self, h_rows: torch.Tensor) -> torch.Tensor:
         parts = self._parts
@@ -327,6 +332,7 @@ class DeviceModel:
         for doubled in range(MOST_SPLITS.bit_length()):
             self._progress(_LOADED + (1 - _LOADED) * (len(layers) + doubled) / steps)
             attend(q, kv.layers[0], plan.queries, rows, splits=1 << doubled)
+        self.sampler().warm_up()
         kv.clear([0])
 
 

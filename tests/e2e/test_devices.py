@@ -22,9 +22,12 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
+from mesh.messages import Sampling
 from mesh.processes import has_ended
+from moe_model.reference import ReferenceModel
 from tests.e2e.test_oracle import mesh_model
 from tests.support.checkpoints import VARIANTS, write
+from tests.support.draws import Row, drawable
 from tests.support.fp8 import Fp8Oracle, write_fp8
 from tests.support.meshes import Mesh
 from tests.support.oracle import Continuation, Oracle
@@ -37,6 +40,10 @@ GLOO = {
 }
 SYMM = {"network__data_plane": "symm"}
 STEPS = 4
+DRAWS: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0},
+    {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "frequency_penalty": 1.5},
+)
 TOLERANCE = 0.1
 """Of a log-probability: weights, rows and cache are bf16, and the model's head is not scaled."""
 
@@ -65,23 +72,52 @@ def check(
     tolerance: float = TOLERANCE,
     *,
     steps: int = STEPS,
+    scored: bool = True,
+    **options: Any,
 ) -> None:
-    """The first ``STEPS`` tokens of ``steps`` are the wanted ones."""
+    """The first ``STEPS`` tokens of ``steps`` are the wanted ones, by their log-probabilities as
+    well if they are to be ``scored``; ``options`` of the request.
+    """
     body: Any
     status, body = mesh.post(
         "/v1/completions",
         {"model": mesh_model(mesh), "prompt": prompt, "max_tokens": steps, "temperature": 0,
-         "logprobs": 1, "ignore_eos": True},
+         "logprobs": 1 if scored else None, "ignore_eos": True, **options},
         timeout_s=480.0,
     )  # fmt: skip
     assert status == 200, body
     choice = body["choices"][0]
     text = tokenizer.decode(wanted.tokens, skip_special_tokens=True)
     assert choice["text"] == text if steps == STEPS else choice["text"].startswith(text)
+    if not scored:
+        return
     got = choice["logprobs"]["token_logprobs"]
     assert len(got) == steps
     for step, token in enumerate(wanted.tokens):
         assert abs(got[step] - float(wanted.logprobs[step][token])) < tolerance, step
+
+
+def seeded(path: Path, *samplings: dict[str, Any]) -> list[tuple[dict[str, Any], Continuation]]:
+    """For each of ``samplings`` a request with a seed, and what the CPU's sampler draws for it: a
+    seed whose draws no rounding of logits can change.
+    """
+    reference, found = ReferenceModel(path, weights="fp32"), []
+    for options in samplings:
+        for seed in range(100):
+            prompt = [8 + seed, 9, 10]
+            sampling = Sampling(seed=seed, **options)
+            tokens = list(reference.generate(prompt, STEPS, sampling=sampling, ignore_eos=True))
+            rows = reference.logits([*prompt, *tokens])[len(prompt) - 1 : -1]
+            befores = [[*prompt, *tokens[:step]] for step in range(STEPS)]
+            if all(
+                drawable(row, Row(before, len(prompt), sampling), 1e-3) == {token}
+                for row, before, token in zip(rows, befores, tokens, strict=True)
+            ):
+                request = {"prompt": prompt, "seed": seed, **options}
+                found.append((request, Continuation(tokens, rows.log_softmax(-1))))
+                break
+    assert len(found) == len(samplings)
+    return found
 
 
 def loaded(mesh: Mesh, worker: str) -> list[dict[str, Any]]:
@@ -165,6 +201,8 @@ def test_a_router_of_two_devices_gives_transformers_tokens_and_ends_with_each(
     ) as mesh:
         for prompt, wanted in decided(Oracle(path), 1):
             check(mesh, tokenizer, prompt, wanted, 1e-4)
+        for request, wanted in seeded(path, *DRAWS):
+            check(mesh, tokenizer, wanted=wanted, tolerance=1e-4, **request)
         (router,) = mesh.members("router")
         (follower,) = router["group"]
         os.kill(follower, signal.SIGKILL)
@@ -191,27 +229,27 @@ def test_rows_stay_on_devices_and_a_killed_worker_costs_its_lanes_only(
     with Mesh(short, experts=2, **on_devices, **plane) as mesh:
         opened = f'"over":"{plane["network__data_plane"]}"'
         assert (mesh.run_dir / "logs" / "router-0.log").read_text().count(opened) == 2
-        before = {role: figures(mesh, role) for role in ("router", "expert")}
-        for prompt, wanted in cases:
-            check(mesh, tokenizer, prompt, wanted)
-        after = {role: figures(mesh, role) for role in ("router", "expert")}
-        router, expert = (
-            {name: value - before[role][name] for name, value in after[role].items()}
-            for role in ("router", "expert")
-        )
-        # Of all that a layer computes only ids and weights come down; then the drawn rows' logits.
-        layers, pair_bytes, logits_bytes = 2, 3 * (4 + 4), 4 * 384
-        tokens, down = router["router_tokens_total"], router["router_device_copied_bytes_totaldown"]
-        ahead, vain = router["router_steps_ahead_total"], router["router_steps_again_total"]
-        assert (ahead > 0) == (plane is SYMM)
-        # Of a step of one token ahead of the host ids, what each lane got, a word and the logits.
+        workers = figures(mesh, "expert")
+        # Of all that a layer computes only ids and weights come down; then a token and, where they
+        # are asked for, its log-probability, and the most likely token with its own.
+        layers, pair_bytes = 2, 3 * (4 + 4)
+        # Of a step of one token ahead of the host ids, what each lane got, and a word.
         ahead_bytes = layers * (3 * 4 + 2 * 2 * 4) + 4
-        # A gateway submits again what a router on a busy machine has not answered for long.
-        again = tokens - sum(len(prompt) + STEPS - 1 for prompt, _ in cases)
-        down -= (tokens - ahead) * layers * pair_bytes + (ahead + vain) * ahead_bytes
-        drawn = down / logits_bytes - vain
-        assert drawn == int(drawn)
-        assert 0 <= drawn - len(cases) * STEPS <= again
+        for scored, drawn_bytes in ((True, 4 + 4 + (8 + 4)), (False, 4)):
+            before = figures(mesh, "router")
+            for prompt, wanted in cases:
+                check(mesh, tokenizer, prompt, wanted, scored=scored)
+            router = {name: value - before[name] for name, value in figures(mesh, "router").items()}
+            tokens = router["router_tokens_total"]
+            ahead, vain = router["router_steps_ahead_total"], router["router_steps_again_total"]
+            assert (ahead > 0) == (plane is SYMM)
+            down = router["router_device_copied_bytes_totaldown"]
+            down -= (tokens - ahead) * layers * pair_bytes + (ahead + vain) * ahead_bytes
+            # A gateway submits again what a router on a busy machine has not answered for long.
+            again = tokens - sum(len(prompt) + STEPS - 1 for prompt, _ in cases)
+            drawn = down / drawn_bytes
+            assert 0 <= drawn - len(cases) * STEPS <= again
+        expert = {name: value - workers[name] for name, value in figures(mesh, "expert").items()}
         assert expert["expert_tokens_total"] > 0
         assert expert["expert_device_copied_bytes_totalup"] > 0
         assert expert["expert_device_copied_bytes_totaldown"] == 0

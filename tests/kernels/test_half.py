@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import ctypes
+import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,6 +79,27 @@ def test_a_crew_changes_no_bit() -> None:
             assert torch.equal(matrix(x), alone)
             assert torch.equal(shared, alone_several)
             crew.keep()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="helpers need a second core")
+def test_helpers_keep_off_the_core_of_the_one_they_help() -> None:
+    crew, allowed = Crew(1), os.sched_getaffinity(0)
+    matrix, x = HalfMatrix(torch.randn(512, 512).half()), torch.randn(4, 512)
+    core, tasks = ctypes.CDLL(None).sched_getcpu, Path("/proc/self/task")
+    try:
+        for wanted in sorted(allowed)[:2]:
+            for _attempt in range(100):
+                os.sched_setaffinity(0, {wanted})
+                os.sched_setaffinity(0, allowed)
+                crew.share()
+                matrix(x)
+                crew.keep()
+                if core() == wanted:  # else it was moved meanwhile
+                    break
+            masks = [os.sched_getaffinity(int(task.name)) for task in tasks.iterdir()]
+            assert allowed - {wanted} in masks
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def test_several_threads_may_multiply_while_a_crew_helps_one_of_them() -> None:

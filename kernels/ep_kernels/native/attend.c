@@ -1,28 +1,11 @@
 /* Softmax attention of single tokens of many sequences over the paged cache, read where it lies. Each
- * piece of a block is read once for all queries of a key head: scores, then values, with the softmax
+ * piece of a block is read once for some or all queries of a key head: scores, then values, with the softmax
  * put right as larger scores come (arXiv 1805.02867). A row depends on itself alone.
  *
  * The caller's face is ep_kernels/attend.py.
  */
+#include "attend.h"
 #include "rows.h"
-
-typedef struct {
-    int64_t heads, shared; /* key heads, and queries of each */
-    int64_t key_dim, value_dim, value_offset;
-    int64_t q_row;              /* values from one row's queries to the next one's */
-    int64_t stride, block_size; /* values a cache row, rows a block */
-    int64_t most_lanes;         /* values that a vector may hold */
-} attend_shape;
-
-typedef struct {
-    attend_shape shape;
-    const float *q;        /* [rows, heads, shared, key_dim], scaled */
-    const float *cache;    /* [rows of the cache, stride] */
-    const int64_t *blocks; /* of row r from offset[r] on */
-    const int64_t *offset, *skip, *keys; /* [rows]; skip: rows of its first block that it does not see */
-    float *out;            /* [rows, heads, shared, value_dim] */
-    int64_t lanes;         /* values that a vector holds: set here */
-} attend_work;
 
 enum { KEYS_AT_ONCE = 16, MOST_QUERIES = 256 };
 
@@ -40,6 +23,7 @@ enum { KEYS_AT_ONCE = 16, MOST_QUERIES = 256 };
 #define MUL(a, b) ((a) * (b))
 #define ZERO() 0.0f
 #define SUM(v) (v)
+#define FETCH(at) ((void)(at))
 #include "attend_width.h"
 
 #if defined(__x86_64__)
@@ -58,6 +42,7 @@ enum { KEYS_AT_ONCE = 16, MOST_QUERIES = 256 };
 #define MUL(a, b) _mm512_mul_ps(a, b)
 #define ZERO() _mm512_setzero_ps()
 #define SUM(v) _mm512_reduce_add_ps(v)
+#define FETCH(at) _mm_prefetch((const char *)(at), _MM_HINT_T1)
 #include "attend_width.h"
 
 __attribute__((target("avx2,fma"))) static inline float sum_avx2(__m256 v) {
@@ -78,18 +63,29 @@ __attribute__((target("avx2,fma"))) static inline float sum_avx2(__m256 v) {
 #define MUL(a, b) _mm256_mul_ps(a, b)
 #define ZERO() _mm256_setzero_ps()
 #define SUM(v) sum_avx2(v)
+#define FETCH(at) _mm_prefetch((const char *)(at), _MM_HINT_T1)
 #include "attend_width.h"
 #endif
 
-static void do_head(void *work, int64_t piece) {
+/* Queries that are worked on together. */
+enum { QUERIES_AT_ONCE = 4 };
+/* As many pieces as a crew finds worth having. */
+enum { MANY_PIECES = 16 };
+
+static void do_queries(void *work, int64_t piece) {
     const attend_work *is = work;
-    int64_t row = piece / is->shape.heads, head = piece % is->shape.heads;
+    int64_t part = piece % is->parts, row = piece / is->parts / is->shape.heads;
+    int64_t head = piece / is->parts % is->shape.heads;
+    int64_t groups = (is->shape.shared + QUERIES_AT_ONCE - 1) / QUERIES_AT_ONCE;
+    int64_t from = groups * part / is->parts * QUERIES_AT_ONCE;
+    int64_t to = groups * (part + 1) / is->parts * QUERIES_AT_ONCE;
+    if (to > is->shape.shared) to = is->shape.shared;
 #if defined(__x86_64__)
     int64_t lanes = is->lanes;
-    if (lanes == 16) return head_avx512(is, row, head);
-    if (lanes == 8) return head_avx2(is, row, head);
+    if (lanes == 16) return head_avx512(is, row, head, from, to);
+    if (lanes == 8) return head_avx2(is, row, head, from, to);
 #endif
-    head_plain(is, row, head);
+    head_plain(is, row, head, from, to);
 }
 
 /* Values that this CPU's vectors hold. Asked for once: in a virtual machine that takes 50 us. */
@@ -106,11 +102,13 @@ static int64_t widest_lanes(void) {
     return lanes;
 }
 
-typedef void (*crew)(void (*piece)(void *, int64_t), void *work, int64_t pieces);
-
 /* All rows; `share` has a crew do the pieces. */
 void moemesh_attend(crew share, attend_work *work, int64_t rows) {
-    int64_t most = work->shape.most_lanes, widest = widest_lanes();
+    const attend_shape *is = &work->shape;
+    int64_t most = is->most_lanes, widest = widest_lanes(), heads = rows * is->heads;
     work->lanes = most < widest ? most : widest;
-    share(do_head, work, rows * work->shape.heads);
+    int64_t groups = (is->shared + QUERIES_AT_ONCE - 1) / QUERIES_AT_ONCE;
+    work->parts = heads ? (MANY_PIECES + heads - 1) / heads : 1;
+    if (work->parts > groups) work->parts = groups;
+    share(do_queries, work, heads * work->parts);
 }

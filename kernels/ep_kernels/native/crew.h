@@ -1,11 +1,13 @@
 /* Threads that help with products. One crew a library and process; crew.h is included once. */
 #ifndef MOEMESH_CREW_H
 #define MOEMESH_CREW_H
-#define _POSIX_C_SOURCE 200112L
+#define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 typedef void (*crew_piece)(void *work, int64_t piece);
 
@@ -13,10 +15,14 @@ typedef void (*crew_piece)(void *work, int64_t piece);
  * turns before it sleeps: some 10 us, and a millisecond. */
 enum { CREW_LOOKS = 256, CREW_TURNS = 100 };
 
+enum { CREW_MOST = 256 };
+
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t called;
     int64_t helpers, calls; /* under the lock */
+    pid_t thread[CREW_MOST]; /* of each helper, 0 before it lives; under the lock */
+    atomic_int kept_off;     /* the CPU that the helpers do not run on; -1: look again */
     _Atomic int64_t asleep; /* changed under the lock */
     atomic_int on;          /* whether work is shared */
     atomic_flag taken;      /* the work below is some caller's */
@@ -27,7 +33,7 @@ static struct {
     _Atomic uint64_t left;
     _Atomic int64_t done;
 } crew = {.lock = PTHREAD_MUTEX_INITIALIZER, .called = PTHREAD_COND_INITIALIZER,
-          .taken = ATOMIC_FLAG_INIT};
+          .kept_off = -1, .taken = ATOMIC_FLAG_INIT};
 
 static inline void crew_pause(void) {
 #if defined(__x86_64__)
@@ -73,8 +79,36 @@ static void crew_do(crew_piece piece, void *work, int64_t pieces) {
     atomic_flag_clear_explicit(&crew.taken, memory_order_release);
 }
 
-static void *crew_live(void *nothing) {
+#if defined(__linux__)
+/* Keep the helpers off the CPU that the caller runs on. Left to itself the scheduler wakes a helper
+ * there when it finds the machine busy, beside an idle CPU, and the two take turns. */
+static void crew_place(void) {
+    int cpu = sched_getcpu();
+    cpu_set_t allowed;
+    if (cpu < 0 || cpu == crew.kept_off || sched_getaffinity(0, sizeof allowed, &allowed)) return;
+    CPU_CLR(cpu, &allowed);
+    if (!CPU_COUNT(&allowed)) return;
+    crew.kept_off = cpu;
+    pthread_mutex_lock(&crew.lock);
+    /* It fails for a helper that does not live yet, which then runs anywhere. */
+    for (int64_t i = 0; i < crew.helpers; i++)
+        if (crew.thread[i]) sched_setaffinity(crew.thread[i], sizeof allowed, &allowed);
+    pthread_mutex_unlock(&crew.lock);
+}
+
+static pid_t crew_thread(void) { return (pid_t)syscall(SYS_gettid); }
+#else
+static void crew_place(void) {}
+
+static pid_t crew_thread(void) { return 0; }
+#endif
+
+static void *crew_live(void *number) {
     int64_t heard = 0;
+    pthread_mutex_lock(&crew.lock);
+    crew.thread[(intptr_t)number] = crew_thread();
+    crew.kept_off = -1;
+    pthread_mutex_unlock(&crew.lock);
     for (;;) {
         pthread_mutex_lock(&crew.lock);
         crew.asleep++;
@@ -91,15 +125,15 @@ static void *crew_live(void *nothing) {
             looks % CREW_LOOKS == CREW_LOOKS - 1 ? (void)sched_yield() : crew_pause();
         }
     }
-    return nothing;
+    return number;
 }
 
 /* Have at least so many helpers, for as long as the process lives. Returns how many there are. */
 int64_t moemesh_crew_hire(int64_t helpers) {
     pthread_mutex_lock(&crew.lock);
-    while (crew.helpers < helpers) {
+    while (crew.helpers < helpers && crew.helpers < CREW_MOST) {
         pthread_t thread;
-        if (pthread_create(&thread, NULL, crew_live, NULL)) break;
+        if (pthread_create(&thread, NULL, crew_live, (void *)(intptr_t)crew.helpers)) break;
         pthread_detach(thread);
         crew.helpers++;
     }
@@ -109,6 +143,9 @@ int64_t moemesh_crew_hire(int64_t helpers) {
 }
 
 /* Share work from now on, or no longer. */
-void moemesh_crew_share(int32_t on) { atomic_store_explicit(&crew.on, on, memory_order_relaxed); }
+void moemesh_crew_share(int32_t on) {
+    if (on) crew_place();
+    atomic_store_explicit(&crew.on, on, memory_order_relaxed);
+}
 
 #endif

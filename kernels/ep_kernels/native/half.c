@@ -42,8 +42,11 @@ typedef struct {
 #include "cpu.h"
 #include <immintrin.h>
 
-/* Hardware fetches ahead within a page of 4 KiB only; a stream of weights wants more. */
-enum { AHEAD = 4096 };
+/* Hardware fetches ahead within a page of 4 KiB only; a stream of weights wants more. What few rows
+ * pass by is not asked for again soon: it need not drive anything out of the second cache. */
+enum { AHEAD = 4096, PASSING_ROWS = 6 };
+#define FETCH(ROWS, at)                                                                            \
+    _mm_prefetch((const char *)(at), (ROWS) <= PASSING_ROWS ? _MM_HINT_NTA : _MM_HINT_T0)
 /* Rows of x that are taken through all panels at a time stay in a core's second cache. */
 enum { X_BYTES = 1 << 20 };
 enum { WIDEST = 32, MOST_ROWS = 12 };
@@ -60,7 +63,7 @@ enum { WIDEST = 32, MOST_ROWS = 12 };
         __m512 low[ROWS], high[ROWS];                                                              \
         EACH_ROW(ROWS) low[r] = high[r] = _mm512_setzero_ps();                                     \
         for (int64_t k = 0; k < inputs; k++, w += 32) {                                            \
-            _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T0);                                    \
+            FETCH(ROWS, (const char *)w + AHEAD);                                                  \
             __m512 a = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)w));                    \
             __m512 b = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(w + 16)));             \
             EACH_ROW(ROWS) {                                                                       \
@@ -81,7 +84,7 @@ enum { WIDEST = 32, MOST_ROWS = 12 };
         __m256 low[ROWS], high[ROWS];                                                              \
         EACH_ROW(ROWS) low[r] = high[r] = _mm256_setzero_ps();                                     \
         for (int64_t k = 0; k < inputs; k++, w += 16) {                                            \
-            _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T0);                                    \
+            FETCH(ROWS, (const char *)w + AHEAD);                                                  \
             __m256 a = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)w));                       \
             __m256 b = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(w + 8)));                 \
             EACH_ROW(ROWS) {                                                                       \

@@ -134,7 +134,12 @@ TABLE: Final[Mapping[str, Mapping[int, Tile]]] = {
     "rms_norm": _everywhere(Tile(num_warps=8), Tile(num_warps=1)),
     "latent_rows": _everywhere(Tile(num_warps=4), Tile(num_warps=1)),
     "rotate": _everywhere(Tile({"HEADS": 16}, 4), Tile({"HEADS": 4}, 1)),
-    "sampling": _everywhere(Tile({"BLOCK": 4096}, 16), Tile({"BLOCK": 128}, 1)),
+    "sampling": {
+        INTERPRETED: Tile({"BLOCK": 128}, 1),
+        80: Tile({"BLOCK": 4096}, 16),
+        90: Tile({"BLOCK": 4096}, 16),
+        100: Tile({"BLOCK": 8192}, 16),  # 4096 spill
+    },
     "plan": _everywhere(Tile({"BLOCK_T": 128}), Tile({"BLOCK_T": 8}, num_warps=1)),
     "put": _everywhere(
         Tile({"ROWS": 1, "BLOCK_BYTES": 4096, "BLOCK_P": 256}, 8),

@@ -8,6 +8,8 @@ from ep_kernels.triton.sampling import (
     UNDRAWABLE,
     Draws,
     kept,
+    log_sum,
+    most_likely,
     reference_kept,
     sample,
     sample_and_cuts,
@@ -27,16 +29,8 @@ RULES = {
 
 
 def draws_of(rules: list[tuple[float, int, float, float]], seed: int, position: int) -> Draws:
-    temperature, top_k, top_p, min_p = zip(*rules, strict=True)
     rows = len(rules)
-    return Draws(
-        torch.tensor(temperature),
-        torch.tensor(top_k, dtype=torch.int32),
-        torch.tensor(top_p),
-        torch.tensor(min_p),
-        torch.full((rows,), seed),
-        torch.full((rows,), position),
-    )
+    return Draws.of(*zip(*rules, strict=True), [seed] * rows, [position] * rows)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -57,10 +51,12 @@ def test_what_is_kept_and_what_is_drawn(rng: torch.Generator) -> None:
     seed, position = int(torch.randint(1 << 62, (), generator=rng)) - (1 << 61), 41
     draws = draws_of(rules, seed, position)
     tokens, cuts = sample_and_cuts(logits, draws)
-    could = kept(logits, cuts, draws)
+    could = kept(logits, cuts)
     for row, rule in enumerate(rules):
         wanted = reference_kept(logits[row], *rule)
         assert could[row].nonzero().flatten().tolist() == sorted(wanted.tolist()), rule
+        if wanted.numel() == vocab:  # cut by nothing: in the order of ids
+            wanted = wanted.sort().values
         weights = torch.exp((logits[row].double() - logits[row].max()) / max(rule[0], 1e-5))[wanted]
         share = weights.cumsum(0) / weights.sum()
         at = int(torch.searchsorted(share, uniform(seed, position), right=True))
@@ -85,7 +81,7 @@ def test_the_numbers_are_the_routers() -> None:
 def test_equal_logits_are_kept_by_id() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0, 2.0, -1.0]] * 3)
     draws = draws_of([(1.0, 3, 1.0, 0.0), (1.0, 0, 0.3, 0.0), (1.0, 5, 1.0, 0.0)], 3, 1)
-    could = kept(logits, sample_and_cuts(logits, draws)[1], draws)
+    could = kept(logits, sample_and_cuts(logits, draws)[1])
     assert [row.nonzero().flatten().tolist() for row in could] == [
         [1, 2, 4],
         [1, 2],
@@ -98,7 +94,7 @@ def test_logits_of_16_bits(dtype: torch.dtype, rng: torch.Generator) -> None:
     logits = torch.randn(2, 40, generator=rng).to(dtype)
     draws = draws_of([RULES["top_k"], RULES["greedy"]], 5, 2)
     tokens, cuts = sample_and_cuts(logits, draws)
-    could = kept(logits, cuts, draws)
+    could = kept(logits, cuts)
     assert (
         sorted(reference_kept(logits[0], *RULES["top_k"]).tolist())
         == could[0].nonzero().flatten().tolist()
@@ -134,10 +130,20 @@ def test_rows_that_cannot_be_drawn_and_extremes() -> None:
     assert sample(logits, draws_of(rules, 1, 1)).tolist() == [UNDRAWABLE] * 3 + [1, 1, 0]
 
 
+def test_sums_and_most_likely_tokens_are_torchs(rng: torch.Generator) -> None:
+    logits = torch.randn(3, 300, generator=rng) * 30
+    logits[1, 7] = -float("inf")
+    logits[2] = logits[2].round()  # most are equal to others
+    torch.testing.assert_close(log_sum(logits), logits.double().logsumexp(1), rtol=0, atol=1e-6)
+    wanted = torch.argsort(logits, dim=1, descending=True, stable=True)[:, :40]
+    assert torch.equal(most_likely(logits, 40), wanted)
+
+
 def test_no_rows_and_a_vocabulary_of_one() -> None:
     one = draws_of([RULES["plain"]], 1, 1)
     nobody = Draws(*(getattr(one, name)[:0] for name in Draws.__dataclass_fields__))
     assert sample(torch.zeros(0, 5), nobody).shape == (0,)
+    assert log_sum(torch.zeros(0, 5)).shape == (0,)
     assert sample(torch.zeros(1, 1), draws_of([RULES["top_p"]], 1, 1)).tolist() == [0]
 
 
@@ -145,7 +151,9 @@ def test_what_the_kernel_cannot_run_is_refused_and_named() -> None:
     draws = draws_of([RULES["plain"]], 1, 1)
     with pytest.raises(KernelArgumentError, match=r"logits is of shape \[1, 0\]"):
         sample(torch.zeros(1, 0), draws)
-    with pytest.raises(KernelArgumentError, match=r"temperature is of shape \[1\], expected \[2\]"):
+    with pytest.raises(
+        KernelArgumentError, match=r"inverse_temperature is of shape \[1\], expected \[2\]"
+    ):
         sample(torch.zeros(2, 3), draws)
     with pytest.raises(KernelArgumentError, match=r"logits is torch\.float64"):
         sample(torch.zeros(1, 3, dtype=torch.float64), draws)

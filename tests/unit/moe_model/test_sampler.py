@@ -37,24 +37,25 @@ def logits_of(seed: int, vocab: int = VOCAB, scale: float = 3.0) -> torch.Tensor
 def plain_choice(logits: torch.Tensor, s: Sampling, position: int) -> int:
     """The same definition, one row and one step at a time, in float64."""
     number = float(uniform(np.array([s.seed], np.uint64), np.array([position], np.uint64))[0])
-    probs = torch.softmax(logits / s.temperature, -1).double()
+    probs = torch.softmax(logits / s.temperature, -1).double().tolist()
     if not 0 < s.top_k < len(probs) and s.top_p >= 1.0 and s.min_p == 0.0:
         order = list(range(len(probs)))
     else:
-        order = sorted(range(len(probs)), key=lambda i: (-float(probs[i]), i))
-        floor = s.min_p * float(probs.max())
-        order = [i for i in order if float(probs[i]) >= floor][: s.top_k or None]
-        total = sum(float(probs[i]) for i in order)
+        scores = logits.tolist()
+        order = sorted(range(len(probs)), key=lambda i: (-scores[i], i))
+        floor = s.min_p * max(probs)
+        order = [i for i in order if probs[i] >= floor][: s.top_k or None]
+        total = sum(probs[i] for i in order)
         kept, mass = [], 0.0
         for i in order:
             if kept and mass >= s.top_p * total:
                 break
             kept.append(i)
-            mass += float(probs[i])
+            mass += probs[i]
         order = kept
-    target = number * sum(float(probs[i]) for i in order)
+    target = number * sum(probs[i] for i in order)
     for i in order:
-        target -= float(probs[i])
+        target -= probs[i]
         if target < 0:
             return i
     return order[-1]
@@ -248,3 +249,33 @@ def test_parameters_follow_a_batch_that_changes() -> None:
     hot.tokens.append(7)  # another position: another number
     moved = [sampler.draw(logits.unsqueeze(0), [hot])[0][0] for _ in range(2)]
     assert moved[0] == moved[1] == plain_choice(logits, hot.sampling, 2)
+
+
+def test_order_is_that_of_logits_where_probabilities_are_equal() -> None:
+    logits = torch.tensor([1.0, 1.0000001, 0.0])
+    assert torch.softmax(logits / 100, 0)[:2].unique().numel() == 1
+    assert draw(logits, Sampling(temperature=100.0, top_k=1)) == [1]
+    zeros = torch.tensor([-1.0, -0.0, 0.0, -0.0])
+    assert draw(zeros, *[Sampling(top_k=1, seed=seed) for seed in range(3)]) == [1, 1, 1]
+
+
+def test_the_lowest_of_equal_tokens_is_the_greedy_one() -> None:
+    logits = logits_of(5, 3001)
+    logits[[77, 900, 2999]] = 50.0
+    assert draw(logits, Sampling(temperature=0.0)) == [77]
+
+
+def test_a_stop_token_beyond_the_vocabulary_bans_nothing() -> None:
+    logits = torch.zeros(VOCAB)
+    logits[1], logits[6] = 9.0, 7.0
+    banned = Sampling(temperature=0.0, min_tokens=2, stop_token_ids=(VOCAB + 4,))
+    assert draw(logits, banned) == [6]
+
+
+def test_known_tokens_are_scored() -> None:
+    logits = torch.stack([logits_of(i) for i in range(2)])
+    wanted = torch.log_softmax(logits, -1)
+    found = Sampler(VOCAB).score(logits, [4, 5], 1)
+    assert [one.token for one in found] == [4, 5]
+    assert [one.logprob for one in found] == [float(wanted[0, 4]), float(wanted[1, 5])]
+    assert [len(one.top) for one in found] == [1, 1]
