@@ -18,7 +18,7 @@ from structlog.typing import FilteringBoundLogger
 
 from mesh.messages import Logprob
 from moe_model.experts import Ticket
-from moe_model.forward import Crowded, ServedModel, forward
+from moe_model.forward import ServedModel, forward
 from moe_model.plan import Chunk as ModelChunk
 from moe_model.sampler import UNDRAWABLE
 from router_svc.experts import MeshExperts
@@ -55,9 +55,9 @@ class StepResult:
 class _MicroBatch:
     index: int
     chunks: list[Chunk]
-    layers: Generator[Ticket | Crowded, None, torch.Tensor]
+    layers: Generator[Ticket, None, torch.Tensor]
     """Runs the layers; returns final hidden states ``[tokens, hidden]``."""
-    ticket: Ticket | Crowded | None = None
+    ticket: Ticket | None = None
     """What it waits for."""
 
 
@@ -136,7 +136,7 @@ class StepRunner:
             )
         return result
 
-    def _layers(self, chunks: list[Chunk]) -> Generator[Ticket | Crowded, None, torch.Tensor]:
+    def _layers(self, chunks: list[Chunk]) -> Generator[Ticket, None, torch.Tensor]:
         model, kv = self._model, self._kv
         plan = model.plan(
             [
@@ -222,7 +222,4 @@ class StepRunner:
 
 
 def _is_away(batch: _MicroBatch) -> bool:
-    ticket = batch.ticket
-    if isinstance(ticket, Crowded):
-        ticket = ticket.ticket
-    return ticket is not None and not ticket.done
+    return batch.ticket is not None and not batch.ticket.done
