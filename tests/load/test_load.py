@@ -9,7 +9,7 @@ import pytest
 from tests.load.run import figure, fresh_mesh, run
 
 USERS = 4
-SECONDS = 40
+SECONDS = 20
 
 
 @pytest.mark.alone
