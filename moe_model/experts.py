@@ -30,12 +30,6 @@ class Ticket(Protocol):
     def done(self) -> bool:
         """Whether ``result`` can be had without waiting. Never blocks."""
 
-    @property
-    def crowded(self) -> bool:
-        """Whether what is computed now takes a core from the experts of this dispatch. Not for
-        longer than until some of them have answered.
-        """
-
     def result(self) -> torch.Tensor:
         """The weighted sum of each token's experts, ``[tokens, hidden]`` fp32, the caller's own.
 
@@ -71,7 +65,6 @@ class _Answered:
     __slots__ = ("_out",)
 
     done = True
-    crowded = False
 
     def __init__(self, out: torch.Tensor) -> None:
         self._out = out

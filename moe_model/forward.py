@@ -58,31 +58,17 @@ class ServedModel(LayerModel, Protocol):
     def clients(self, make: MakeClient, computed: Computed) -> MakeClient: ...
 
 
-class Crowded:
-    """A ticket as long as its experts want every core."""
-
-    __slots__ = ("ticket",)
-
-    def __init__(self, ticket: Ticket) -> None:
-        self.ticket = ticket
-
-    @property
-    def done(self) -> bool:
-        """Whether the loop may be resumed."""
-        return not self.ticket.crowded
-
-
 def forward(
     model: LayerModel, plan: Any, kv: Any, experts: ExpertClient
-) -> Generator[Ticket | Crowded, None, torch.Tensor]:
+) -> Generator[Ticket, None, torch.Tensor]:
     """Run all layers of one micro-batch; writes its tokens to ``kv``.
 
-    Yields a ticket whenever its experts have not answered yet, or need the core: the caller runs
-    something else and resumes once what was yielded is ``done`` (resuming earlier is right too).
-    Returns the final hidden states ``[tokens, hidden]``, from which ``model.logits`` makes logits.
-    Errors of the experts pass through; the micro-batch is then lost, its cache rows hold no
-    promise. Whatever ends it early, ``close()`` of the generator included, abandons the dispatch
-    under way. Create and resume under ``torch.inference_mode``.
+    Yields a ticket whenever its experts have not answered yet: the caller runs something else and
+    resumes once the ticket is ``done`` (resuming earlier only yields it again). Returns the final
+    hidden states ``[tokens, hidden]``, from which ``model.logits`` makes logits. Errors of the
+    experts pass through; the micro-batch is then lost, its cache rows hold no promise. Whatever
+    ends it early, ``close()`` of the generator included, abandons the dispatch under way. Create
+    and resume under ``torch.inference_mode``.
     """
     moe_layers = frozenset(model.spec.moe_layers)
     h = model.embed(plan)
@@ -94,8 +80,6 @@ def forward(
         x, topk_ids, topk_weights = model.gate(layer, h)
         ticket = experts.dispatch(layer, x, topk_ids, topk_weights)
         try:
-            if ticket.crowded:
-                yield Crowded(ticket)
             shared = model.shared(layer, x)  # computed while the routed experts work
             if shared is not None:
                 h = shared.add_(h)
@@ -108,7 +92,7 @@ def forward(
     return h
 
 
-def run_to_end(steps: Generator[Ticket | Crowded, None, torch.Tensor]) -> torch.Tensor:
+def run_to_end(steps: Generator[Ticket, None, torch.Tensor]) -> torch.Tensor:
     """Drive ``forward`` with experts that answer at once."""
     while True:
         try:

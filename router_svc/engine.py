@@ -8,7 +8,6 @@ lane and a command all wake it.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -136,7 +135,6 @@ class Engine:
             clock=clock,
             times=self.times,
             crew=crew,
-            cores=len(os.sched_getaffinity(0)),
             wire_bytes=_WIRE_BYTES[settings.wire],
         )
         self.recorder = Recorder(self._experts.counts, spec.moe_layers, settings.record_steps)

@@ -96,13 +96,11 @@ class MeshExperts:
         clock: Callable[[], float],
         times: Times,
         crew: Crew,
-        cores: int,
         wire_bytes: int = 4,
     ) -> None:
         """``timeout_s``: how long pairs may be parked. ``answer_timeout_s``: how long a worker may
         take for a part. ``clock``: monotonic seconds. ``wire_bytes``: of one activation on the way
         to a worker. ``crew`` shares no work while a dispatch is out.
-        ``cores`` of this host, which its workers compute on as well.
         """
         self._plane = plane
         self.on_device = plane.on_device
@@ -119,7 +117,6 @@ class MeshExperts:
         self._clock = clock
         self._times = times
         self._crew = crew
-        self._cores = cores
         self._wire_bytes = wire_bytes
         self.counts = Counts(len(moe_layers), num_experts)
         """Tokens routed to each expert since start."""
@@ -248,8 +245,6 @@ class MeshExperts:
             except BaseException:
                 ticket.abandon()
                 raise
-            if len(ticket.pieces) >= self._cores and self._crowds(ticket):
-                ticket.crowd = ticket.missing
         self.tally.dispatches += 1
         times, took_ns = self._times, perf_counter_ns() - started
         times.send_ns += took_ns
@@ -271,11 +266,6 @@ class MeshExperts:
         self._set_routes(self._routes.placement)
         self._send_round(peer)
         return True
-
-    def _crowds(self, ticket: MeshTicket) -> bool:
-        """Whether as many workers of this host have parts of it as there are cores."""
-        peers = {piece.peer for piece in ticket.pieces}
-        return sum(map(self._plane.near, peers)) >= self._cores
 
     def pump(self) -> list[LaneLost]:
         """Take what has arrived, send what was queued, fail what waited too long. Never blocks.

@@ -18,7 +18,7 @@ from structlog.typing import FilteringBoundLogger
 
 from mesh.messages import Logprob
 from moe_model.experts import Ticket
-from moe_model.forward import Crowded, ServedModel, forward
+from moe_model.forward import ServedModel, forward
 from moe_model.plan import Chunk as ModelChunk
 from moe_model.sampler import UNDRAWABLE
 from router_svc.ahead import Ahead
@@ -56,9 +56,9 @@ class StepResult:
 class _MicroBatch:
     index: int
     chunks: list[Chunk]
-    layers: Generator[Ticket | Crowded, None, torch.Tensor]
+    layers: Generator[Ticket, None, torch.Tensor]
     """Runs the layers; returns final hidden states ``[tokens, hidden]``."""
-    ticket: Ticket | Crowded | None = None
+    ticket: Ticket | None = None
     """What it waits for."""
 
 
@@ -166,7 +166,7 @@ class StepRunner:
             self._kv.block_size,
         )
 
-    def _layers(self, chunks: list[Chunk]) -> Generator[Ticket | Crowded, None, torch.Tensor]:
+    def _layers(self, chunks: list[Chunk]) -> Generator[Ticket, None, torch.Tensor]:
         plan, experts = self._plan(chunks), self._clients(_decodes(chunks))
         return (yield from forward(self._model, plan, self._kv, experts))
 
@@ -261,7 +261,4 @@ def _decodes(chunks: list[Chunk]) -> bytes:
 
 
 def _is_away(batch: _MicroBatch) -> bool:
-    ticket = batch.ticket
-    if isinstance(ticket, Crowded):
-        ticket = ticket.ticket
-    return ticket is not None and not ticket.done
+    return batch.ticket is not None and not batch.ticket.done

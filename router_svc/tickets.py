@@ -86,18 +86,11 @@ class MeshTicket:
     """Pieces unanswered and sets of pairs parked."""
     spans: list[tuple[int, int]] = field(default_factory=list)
     """When workers computed its pieces."""
-    crowd: int = 0
-    """Pieces unanswered as long as every core of this host is wanted by a worker that has one; 0
-    where cores are left over."""
     error: ExpertsUnavailableError | TicketAbandonedError | None = None
 
     @property
     def done(self) -> bool:
         return not self.missing or self.error is not None
-
-    @property
-    def crowded(self) -> bool:
-        return 0 < self.crowd <= self.missing and self.error is None
 
     def result(self) -> torch.Tensor:
         """The routed experts' weighted sum ``[tokens, hidden]`` fp32. Call once, when ``done``;

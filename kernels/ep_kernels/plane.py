@@ -197,9 +197,6 @@ class RouterPlane(Protocol):
     def peers(self) -> dict[str, int]:
         """Peers with a live lane -> their incarnation."""
 
-    def near(self, peer: str) -> bool:
-        """Whether a peer with a live lane computes on this host's cores."""
-
     def try_send(self, peer: str, part: Part) -> int | None:
         """Write and signal; returns a ticket, or None while the ring is full.
 

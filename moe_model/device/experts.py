@@ -58,8 +58,6 @@ class _Upward:
         self._ticket = ticket
         self._device = device
 
-    crowded = False
-
     @property
     def done(self) -> bool:
         return self._ticket.done

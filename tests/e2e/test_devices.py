@@ -32,14 +32,17 @@ from tests.support.fp8 import Fp8Oracle, write_fp8
 from tests.support.meshes import Mesh
 from tests.support.oracle import Continuation, Oracle
 
-GLOO = {
-    "network__data_plane": "gloo",
-    "network__listen": "127.0.0.1",
+PATIENT = {
     # Deaths show by the connection; who interprets kernels on a busy machine is not dead.
-    "network__lane_silence_ms": "20000",
+    "network__lane_silence_ms": "120000",
+    "planner__suspect_after_ms": "60000",
+    "planner__dead_after_ms": "120000",
 }
+GLOO = {"network__data_plane": "gloo", "network__listen": "127.0.0.1"}
 SYMM = {"network__data_plane": "symm"}
 STEPS = 4
+MORE_STEPS = 10
+"""Of an answer that is on its way for long enough to kill somebody meanwhile."""
 DRAWS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
     {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "frequency_penalty": 1.5},
@@ -146,14 +149,15 @@ def test_experts_on_devices_give_transformers_tokens_before_and_after_a_move(
     short: Path, cases: list[tuple[list[int], Continuation]]
 ) -> None:
     tokenizer = Tokenizer.from_file(str(short / "tokenizer.json"))
-    with Mesh(short, experts=2, router__device="interpreter", expert__device="interpreter") as mesh:
+    with Mesh(
+        short, experts=2, router__device="interpreter", expert__device="interpreter", **PATIENT
+    ) as mesh:
         for prompt, wanted in cases:
             check(mesh, tokenizer, prompt, wanted)
         mesh.run("drain", "expert-1")
         mesh.wait_for(
             lambda: any(event["from_peers"] for event in loaded(mesh, "expert-0")),
             "expert-0 to take expert-1's experts from its device",
-            60.0,
         )
         for prompt, wanted in cases:
             check(mesh, tokenizer, prompt, wanted)
@@ -174,6 +178,7 @@ def test_an_fp8_checkpoint_is_served_as_it_is_before_and_after_a_move(checkpoint
         model__weights="fp32",
         expert__device="interpreter",
         expert__weights="fp8",
+        **PATIENT,
     ) as mesh:
         for prompt, wanted in cases:
             check(mesh, tokenizer, prompt, wanted, FP8_TOLERANCE)
@@ -181,7 +186,6 @@ def test_an_fp8_checkpoint_is_served_as_it_is_before_and_after_a_move(checkpoint
         mesh.wait_for(
             lambda: any(event["from_peers"] for event in loaded(mesh, "expert-0")),
             "expert-0 to take expert-1's experts from its device",
-            60.0,
         )
         for prompt, wanted in cases:
             check(mesh, tokenizer, prompt, wanted, FP8_TOLERANCE)
@@ -191,17 +195,15 @@ def test_an_fp8_checkpoint_is_served_as_it_is_before_and_after_a_move(checkpoint
 
 
 def test_a_router_of_two_devices_gives_transformers_tokens_and_ends_with_each(
-    checkpoints: Path,
+    short: Path, cases: list[tuple[list[int], Continuation]]
 ) -> None:
-    family, config = VARIANTS["deepseek"]
-    path = write(checkpoints / "short", family, config | {"max_position_embeddings": 96})
-    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(short / "tokenizer.json"))
     with Mesh(
-        path, experts=1, router__device="interpreter", router__tp=2, model__weights="fp32"
-    ) as mesh:
-        for prompt, wanted in decided(Oracle(path), 1):
-            check(mesh, tokenizer, prompt, wanted, 1e-4)
-        for request, wanted in seeded(path, *DRAWS):
+        short, experts=1, router__device="interpreter", router__tp=2, model__weights="fp32",
+        **PATIENT,
+    ) as mesh:  # fmt: skip
+        check(mesh, tokenizer, *cases[0], 1e-4)
+        for request, wanted in seeded(short, *DRAWS):
             check(mesh, tokenizer, wanted=wanted, tolerance=1e-4, **request)
         (router,) = mesh.members("router")
         (follower,) = router["group"]
@@ -226,7 +228,7 @@ def test_rows_stay_on_devices_and_a_killed_worker_costs_its_lanes_only(
 ) -> None:
     tokenizer = Tokenizer.from_file(str(short / "tokenizer.json"))
     on_devices = {"router__device": "interpreter", "expert__device": "interpreter"}
-    with Mesh(short, experts=2, **on_devices, **plane) as mesh:
+    with Mesh(short, experts=2, **on_devices, **plane, **PATIENT) as mesh:
         opened = f'"over":"{plane["network__data_plane"]}"'
         assert (mesh.run_dir / "logs" / "router-0.log").read_text().count(opened) == 2
         workers = figures(mesh, "expert")
@@ -256,7 +258,7 @@ def test_rows_stay_on_devices_and_a_killed_worker_costs_its_lanes_only(
 
         pid = next(m["pid"] for m in mesh.members("expert") if m["id"] == "expert-1")
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(check, mesh, tokenizer, *cases[0], steps=20)
+            running = pool.submit(check, mesh, tokenizer, *cases[0], steps=MORE_STEPS)
             mesh.wait_for(lambda: figures(mesh, "router")["num_requests_running"] == 1, "it to run")
             os.kill(pid, signal.SIGKILL)
             running.result()
@@ -273,7 +275,8 @@ def test_over_gloo_a_device_and_a_cpu_serve_one_mesh(
     router: str, expert: str, short: Path, cases: list[tuple[list[int], Continuation]]
 ) -> None:
     tokenizer = Tokenizer.from_file(str(short / "tokenizer.json"))
-    with Mesh(short, experts=1, router__device=router, expert__device=expert, **GLOO) as mesh:
+    devices = {"router__device": router, "expert__device": expert}
+    with Mesh(short, experts=1, **devices, **GLOO, **PATIENT) as mesh:
         check(mesh, tokenizer, *cases[0])
 
 

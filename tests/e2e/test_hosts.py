@@ -33,11 +33,12 @@ def hosts() -> Iterator[Hosts]:
 def wanted(tiny_deepseek: Path) -> list[Any]:
     """What a mesh on one host answers, in exact mode: the one right answer."""
     body = {"temperature": 0.8, "ignore_eos": True, "logprobs": 1, "max_tokens": TOKENS}
-    with Mesh(tiny_deepseek, experts=1, model__exact="true") as mesh:
-        answers = [
-            mesh.post("/v1/completions", body | {"prompt": [seed + 8, 40, 90], "seed": seed})
-            for seed in range(STREAMS)
-        ]
+    with (
+        Mesh(tiny_deepseek, experts=1, model__exact="true") as mesh,
+        ThreadPoolExecutor(STREAMS) as pool,
+    ):
+        asked = [body | {"prompt": [seed + 8, 40, 90], "seed": seed} for seed in range(STREAMS)]
+        answers = list(pool.map(lambda one: mesh.post("/v1/completions", one), asked))
     return [answer["choices"][0] for _, answer in answers]
 
 
@@ -168,7 +169,8 @@ def told_while_cut(hosts: Hosts, mesh: WideMesh) -> list[Any]:
     """The answers to all streams, while which a host loses its lane and comes back."""
     with ThreadPoolExecutor(STREAMS) as pool:
         running = [pool.submit(mesh.complete, seed, TOKENS) for seed in range(STREAMS)]
-        mesh.wait_for(lambda: mesh.figure("num_requests_running") == STREAMS, "all to run")
+        # Not all of them: on a busy machine the first may end before the last begins.
+        mesh.wait_for(lambda: mesh.figure("num_requests_running") > 0, "one to run")
         hosts.cut("far")
         mesh.wait_for(lambda: "gone silent" in mesh.log("router-0"), "the lane to be lost")
         hosts.restore("far")

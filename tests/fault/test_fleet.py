@@ -27,7 +27,7 @@ def placed(mesh: Mesh) -> set[str]:
 
 
 def test_no_change_of_the_fleet_costs_a_request_or_a_token(tiny_deepseek: Path) -> None:
-    choices = asks(7, STREAMS, prompt_tokens=20, max_tokens=150)
+    choices = asks(7, STREAMS, prompt_tokens=20, max_tokens=80)
     with Mesh(tiny_deepseek, experts=2, routers=1, model__exact="true") as mesh:
         reference = Reference(mesh)
         reference.learn(choices)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.load.run import figure, fresh_mesh, run
 
 USERS = 4
-SECONDS = 40
+SECONDS = 20
 
 
-@pytest.mark.alone
 def test_mixed_load_with_several_keys_fails_no_request(tmp_path: Path) -> None:
     with fresh_mesh() as mesh:
         result = run(mesh, tmp_path, seconds=SECONDS, users=USERS, rate=1.0)

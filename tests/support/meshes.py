@@ -28,8 +28,9 @@ from mesh.messages import Status
 from mesh.settings import MeshSettings, Settings
 
 MOEMESH = str(Path(sys.executable).with_name("moemesh"))
-START_DEADLINE_S = 120.0
-STOP_DEADLINE_S = 30.0
+START_DEADLINE_S = 300.0
+STOP_DEADLINE_S = 90.0
+"""The launcher gives the processes of each of the four roles 16 s before it kills them."""
 STATUS_DEADLINE_S = 5.0
 
 
@@ -114,7 +115,7 @@ class Mesh:
     def wait_ready(self, deadline_s: float = START_DEADLINE_S) -> None:
         self.wait_for(lambda: self.get("/ready")[0] == 200, "the mesh to be ready", deadline_s)
 
-    def wait_for(self, condition: Any, what: str, deadline_s: float = 30.0) -> None:
+    def wait_for(self, condition: Any, what: str, deadline_s: float = 90.0) -> None:
         """Poll an observable condition until it holds or the deadline passes."""
         end = time.monotonic() + deadline_s
         while not condition():
@@ -189,4 +190,5 @@ class Mesh:
         except subprocess.TimeoutExpired:
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
-            raise AssertionError(f"the launcher did not stop in {STOP_DEADLINE_S} s") from None
+            words = f"the launcher did not stop in {STOP_DEADLINE_S} s:\n{self.logs()}"
+            raise AssertionError(words) from None

@@ -34,8 +34,8 @@ import pytest
 
 from tests.support.meshes import MOEMESH
 
-START_DEADLINE_S = 120.0
-STOP_DEADLINE_S = 30.0
+START_DEADLINE_S = 300.0
+STOP_DEADLINE_S = 90.0
 CONTROL_PORT, BROADCAST_PORT, HTTP_PORT = 7000, 7001, 8000
 PORTS = "7100-7109"
 _CLONE_NEWNET = 0x40000000
@@ -288,7 +288,7 @@ class WideMesh:
             sections.setdefault(section, []).append(f"{name} = {json.dumps(value)}")
         return "".join(f"[{name}]\n" + "\n".join(rows) + "\n" for name, rows in sections.items())
 
-    def wait_for(self, condition: Any, what: str, deadline_s: float = 60.0) -> None:
+    def wait_for(self, condition: Any, what: str, deadline_s: float = 120.0) -> None:
         """Poll an observable condition until it holds or the deadline passes."""
         end = time.monotonic() + deadline_s
         while not condition():

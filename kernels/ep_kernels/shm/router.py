@@ -165,11 +165,6 @@ class ShmRouterPlane:
     def peers(self) -> dict[str, int]:
         return {peer: lane.incarnation for peer, lane in self._lanes.items()}
 
-    def near(self, peer: str) -> bool:
-        """See ``RouterPlane``."""
-        lane = self._lanes.get(peer)
-        return lane is not None and isinstance(lane.bell, Bell) and not self.on_device
-
     def lost(self) -> list[LaneLost]:
         if not self._lost:
             return []

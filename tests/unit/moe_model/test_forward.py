@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_model.forward import Crowded, forward, run_to_end
+from moe_model.forward import forward, run_to_end
 from moe_model.plan import Chunk
 from moe_model.reference import ReferenceModel
 
@@ -13,9 +13,8 @@ from .conftest import DEMO
 
 
 class LateTicket:
-    def __init__(self, ticket, events: list[str], *, crowded: bool) -> None:
+    def __init__(self, ticket, events: list[str]) -> None:
         self.done = False
-        self.crowded = crowded
         self._ticket = ticket
         self._events = events
 
@@ -31,11 +30,8 @@ class LateTicket:
 class LateExperts:
     """Answers only when told to; may fail one dispatch."""
 
-    def __init__(
-        self, inner, events: list[str], fail_at: int = -1, *, crowded: bool = False
-    ) -> None:
+    def __init__(self, inner, events: list[str], fail_at: int = -1) -> None:
         self._inner = inner
-        self._crowded = crowded
         self.events = events
         self._fail_at = fail_at
         self.calls = 0
@@ -45,8 +41,7 @@ class LateExperts:
         self.events.append("dispatch")
         if self.calls == self._fail_at:
             raise ConnectionError("no expert")
-        answered = self._inner.dispatch(layer, x, topk_ids, topk_weights)
-        return LateTicket(answered, self.events, crowded=self._crowded)
+        return LateTicket(self._inner.dispatch(layer, x, topk_ids, topk_weights), self.events)
 
 
 @pytest.fixture(scope="module")
@@ -78,40 +73,6 @@ def test_two_micro_batches_ping_pong_to_the_same_result(reference: ReferenceMode
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
     assert events.count("combine") == 2 * len(model.spec.moe_layers)
-
-
-def test_nothing_is_computed_while_the_experts_want_every_core(reference: ReferenceModel) -> None:
-    model, kv = reference.model, reference.model.new_kv_cache(2, 16)
-    events: list[str] = []
-
-    class Noting:
-        spec = model.spec
-        embed, attend, dense, gate = model.embed, model.attend, model.dense, model.gate
-
-        def shared(self, layer: int, x: torch.Tensor) -> torch.Tensor | None:
-            events.append("shared")
-            return model.shared(layer, x)
-
-    with torch.inference_mode():
-        plan = model.plan([Chunk([5, 6], 0, [0])], 16)
-        want = run_to_end(forward(model, plan, kv, reference.experts))
-        loop = forward(Noting(), plan, kv, LateExperts(reference.experts, events, crowded=True))
-        layers = len(model.spec.moe_layers)
-        for _layer in range(layers):
-            crowd = next(loop)
-            assert isinstance(crowd, Crowded)
-            assert not crowd.done
-            assert events[-1] == "dispatch"
-            crowd.ticket.crowded = False
-            assert crowd.done
-            ticket = next(loop)
-            assert ticket is crowd.ticket
-            assert events[-1] == "shared"
-            ticket.done = True
-        with pytest.raises(StopIteration) as stop:
-            next(loop)
-    assert torch.equal(stop.value.value, want)
-    assert events.count("combine") == layers
 
 
 def test_errors_of_the_experts_reach_the_caller(reference: ReferenceModel) -> None:

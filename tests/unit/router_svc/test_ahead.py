@@ -76,7 +76,6 @@ class Router:
             clock=lambda: self.clock,
             times=Times(),
             crew=Crew(0),
-            cores=64,
         )
         self.device = Device()
         self.times = Times()

@@ -30,9 +30,7 @@ class Clock:
 class Mesh:
     """``MeshExperts`` with workers that hold what a map from rank to experts says."""
 
-    def __init__(
-        self, fleet, weights, *, exact=False, capacity=64, ring_slots=4, timeout_s=5.0, cores=64
-    ):
+    def __init__(self, fleet, weights, *, exact=False, capacity=64, ring_slots=4, timeout_s=5.0):
         self.fleet = fleet
         self.weights = weights
         self.exact = exact
@@ -52,7 +50,6 @@ class Mesh:
             clock=self.clock,
             times=Times(),
             crew=Crew(0),
-            cores=cores,
         )
 
     def start(self, name: str, slots: list[int]) -> None:
@@ -162,26 +159,6 @@ def test_exact_sums_have_the_same_bits_under_every_placement(fleet, expert_weigh
     rows = reference_rows(x, token, weights, ids.reshape(-1).numpy())
     plain = combine_rows(rows.view(9, TOP_K, HIDDEN), w)
     torch.testing.assert_close(results[0], plain, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("cores", "crowded"), [(1, True), (2, True), (3, False)])
-def test_a_dispatch_crowds_a_host_until_a_worker_has_answered(
-    fleet, expert_weights, cores: int, crowded: bool
-) -> None:
-    mesh = Mesh(fleet, expert_weights(8), cores=cores)
-    mesh.up(PLACEMENTS[1])
-    x, ids, w = batch(3, 8)
-    ids[:] = torch.tensor([7, 3, 0, 2], dtype=torch.int32)
-    with torch.inference_mode():
-        ticket = mesh.dispatch(x, ids, w)
-        assert ticket.crowded is crowded
-        mesh.pump_until(lambda: ticket.missing == 1 or ticket.done)
-        assert not ticket.crowded
-        mesh.finish(ticket)
-        abandoned = mesh.dispatch(x, ids, w)
-        abandoned.abandon()
-        assert not abandoned.crowded
-        mesh.pump_until(lambda: mesh.plane.in_flight() == 0)
 
 
 @pytest.mark.parametrize("exact", [False, True])
