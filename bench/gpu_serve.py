@@ -127,6 +127,12 @@ def over_symm(meter: Meter, device: str = "cuda") -> None:
     by_host = "mesh, symm, steps by the host"
     _serve(meter, by_host, MODEL, reference, device, **symm, router__ahead="off")
     _serve(meter, "mesh, symm", MODEL, reference, device, kill=True, **symm, router__ahead="on")
+    if torch.cuda.device_count() < 2:
+        return
+    # What it is made for: kernels that wait do not keep the experts' from their GPU.
+    symm |= {"router__device": "cuda:0", "expert__device": "cuda:1"}
+    _serve(meter, f"{by_host}, two GPUs", MODEL, reference, device, **symm, router__ahead="off")
+    _serve(meter, "mesh, symm, two GPUs", MODEL, reference, device, kill=True, **symm)
 
 
 def over_nccl(meter: Meter) -> None:

@@ -38,8 +38,8 @@ OF_VLLM = {
     ),
 }  # fmt: skip
 LABELS = {
-    "activity", "direction", "endpoint", "finished_reason", "reason", "kind", "layers", "le", "link",
-    "member_role", "mode", "peer", "phase", "source", "state", "status", "verdict",
+    "activity", "direction", "endpoint", "finished_reason", "kind", "layers", "le", "link",
+    "member_role", "mode", "peer", "phase", "reason", "source", "state", "status", "verdict",
 }  # fmt: skip
 PROMETHEUS_OWN = {"up"}
 
