@@ -7,6 +7,7 @@ Layers, each importing only those above it:
     gating        experts and weights from a gate's logits; in C
     rows          RMS norm; in C
     fp8           e4m3 with scales as DeepSeek-V3 has it, in torch
+    weight_memory where packed weights lie: large blocks, in huge pages
     packed        weight matrices packed for the CPU's fastest linear kernel
     grouped_ffn   the SwiGLU experts of one MoE layer on one rank, over ``packed``
     bundle        one expert as bytes, to travel to another process

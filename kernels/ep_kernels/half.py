@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from ep_kernels.native_library import load
+from ep_kernels.weight_memory import weight_memory
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 
@@ -51,7 +52,7 @@ class HalfMatrices:
         self.count, self.outputs, self.inputs = values.shape
         matrices = (_Matrix * self.count)()
         shape = _Matrix(self.outputs, self.inputs, width, tiles, None)
-        packed = torch.zeros((self.count, _size(ctypes.byref(shape))), dtype=self._dtype)
+        packed = weight_memory.zeros(self.count, _size(ctypes.byref(shape)), self._dtype)
         for i, (matrix, into) in enumerate(zip(values, packed, strict=True)):
             matrices[i] = _Matrix(self.outputs, self.inputs, width, tiles, into.data_ptr())
             given = matrix.contiguous()

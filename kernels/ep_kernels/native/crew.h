@@ -68,8 +68,8 @@ static void crew_do(crew_piece piece, void *work, int64_t pieces) {
     if (atomic_load_explicit(&crew.asleep, memory_order_relaxed)) {
         pthread_mutex_lock(&crew.lock);
         crew.calls++;
-        pthread_cond_broadcast(&crew.called);
         pthread_mutex_unlock(&crew.lock);
+        pthread_cond_broadcast(&crew.called); /* who wakes finds the lock free */
     }
     while (crew_help())
         ;

@@ -99,8 +99,39 @@ enum { WIDEST = 32, MOST_ROWS = 12 };
         }                                                                                          \
     }
 
+/* Of two panels, one behind the other: twice as many chains of sums, which with few rows wait for
+ * their own last addition. Each input of both is half a line; what is fetched ahead of their ends is
+ * the next two's. */
+#define TWO_INPUT(ROWS, k)                                                                         \
+    _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++) {                                          \
+        const uint16_t *at = w + v / 2 * panel + 16 * (k) + v % 2 * 8;                             \
+        __m256 part = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));                       \
+        EACH_ROW(ROWS)                                                                             \
+        sum[r][v] = _mm256_fmadd_ps(_mm256_set1_ps(x[r * x_stride + (k)]), part, sum[r][v]);       \
+    }
+#define TWO_SUMS_AVX2(ROWS)                                                                        \
+    OF_AVX2 static void two_sums_avx2_##ROWS(PANEL) {                                              \
+        __m256 sum[ROWS][4];                                                                       \
+        EACH_ROW(ROWS) sum[r][0] = sum[r][1] = sum[r][2] = sum[r][3] = _mm256_setzero_ps();        \
+        const int64_t panel = 16 * inputs, turn = inputs - AHEAD / 32;                             \
+        int64_t k = 0;                                                                             \
+        for (; k + 1 < inputs; k += 2) {                                                           \
+            const uint16_t *ahead = w + 16 * k + AHEAD / 2 + (k < turn ? 0 : panel);               \
+            FETCH(ROWS, ahead);                                                                    \
+            FETCH(ROWS, ahead + panel);                                                            \
+            TWO_INPUT(ROWS, k)                                                                     \
+            TWO_INPUT(ROWS, k + 1)                                                                 \
+        }                                                                                          \
+        if (k < inputs) TWO_INPUT(ROWS, k)                                                         \
+        EACH_ROW(ROWS) _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++)                         \
+            _mm256_storeu_ps(y + r * y_stride + v * 8, sum[r][v]);                                 \
+    }
+
 #define UP_TO_6(SUMS) SUMS(1) SUMS(2) SUMS(3) SUMS(4) SUMS(5) SUMS(6)
 UP_TO_6(SUMS_AVX2)
+TWO_SUMS_AVX2(1)
+TWO_SUMS_AVX2(2)
+TWO_SUMS_AVX2(3)
 UP_TO_6(SUMS_AVX512)
 SUMS_AVX512(7)
 SUMS_AVX512(8)
@@ -113,11 +144,12 @@ typedef void (*sums)(PANEL);
 
 static const struct kernel {
     int64_t width, most_rows;
-    sums of[MOST_ROWS + 1];
+    sums of[MOST_ROWS + 1], two[MOST_ROWS + 1]; /* of a panel, and of two at once */
 } avx512 = {32, 12, {0, sums_avx512_1, sums_avx512_2, sums_avx512_3, sums_avx512_4, sums_avx512_5,
                      sums_avx512_6, sums_avx512_7, sums_avx512_8, sums_avx512_9, sums_avx512_10,
-                     sums_avx512_11, sums_avx512_12}},
-  avx2 = {16, 6, {0, sums_avx2_1, sums_avx2_2, sums_avx2_3, sums_avx2_4, sums_avx2_5, sums_avx2_6}};
+                     sums_avx512_11, sums_avx512_12}, {0}},
+  avx2 = {16, 6, {0, sums_avx2_1, sums_avx2_2, sums_avx2_3, sums_avx2_4, sums_avx2_5, sums_avx2_6},
+          {0, two_sums_avx2_1, two_sums_avx2_2, two_sums_avx2_3}};
 
 static int runs(const struct kernel *is) {
     return is == &avx512 ? cpu_has_avx512() : cpu_has_avx2();
@@ -143,6 +175,11 @@ static void multiply(const half_matrix *is, int64_t from, int64_t to, const half
             for (int64_t panel = from; panel < to; panel++) {
                 const uint16_t *w = is->packed + panel * inputs * width;
                 int64_t first = panel * width, there = is->outputs - first;
+                if (with->two[n] && panel + 1 < to && there >= 2 * width) {
+                    with->two[n](x, rows->x_row, w, inputs, y + first, rows->y_row);
+                    panel++;
+                    continue;
+                }
                 if (there >= width) {
                     with->of[n](x, rows->x_row, w, inputs, y + first, rows->y_row);
                     continue;
@@ -258,7 +295,7 @@ static void products(const half_matrix *matrices, int64_t count, int64_t rows, c
     half_work work = {.matrices = matrices, .rows = &at};
     int64_t bytes = rows > FEW_ROWS ? GROUP_BYTES : PIECE_BYTES, inputs = depth(matrices);
     work.panels = (matrices->outputs + matrices->width - 1) / matrices->width;
-    work.at_once = bytes / (2 * matrices->width * (inputs + 1)) + 1;
+    work.at_once = (bytes / (2 * matrices->width * (inputs + 1)) / 2 + 1) * 2; /* panels in pairs */
     work.pieces_each = (work.panels + work.at_once - 1) / work.at_once;
     if (!matrices->tiles || rows <= VECTOR_ROWS) {
         crew_do(do_piece, &work, count * work.pieces_each);
