@@ -410,14 +410,15 @@ class MeshExperts:
             ticket.layer, ticket.ids, ticket.weights, pairs=pairs, decodes=decodes
         )
         epoch = routes.placement.epoch
-        for message in messages:
-            part = Part(self.step, ticket.layer, epoch, ticket.x, message.block)
-            peer = routes.ranks[message.rank]
-            piece = Piece(ticket, peer, part, message, since)
-            ticket.pieces.append(piece)
-            ticket.missing += 1
-            if peer in self._queued or not self._try_send(piece):
-                self._queued.setdefault(peer, deque()).append(piece)
+        with self._plane.together():
+            for message in messages:
+                part = Part(self.step, ticket.layer, epoch, ticket.x, message.block)
+                peer = routes.ranks[message.rank]
+                piece = Piece(ticket, peer, part, message, since)
+                ticket.pieces.append(piece)
+                ticket.missing += 1
+                if peer in self._queued or not self._try_send(piece):
+                    self._queued.setdefault(peer, deque()).append(piece)
         if nowhere is not None:
             self._park(ticket, nowhere, self._clock() if since is None else since, np.inf)
 

@@ -12,6 +12,7 @@ for every message is not frozen, which would cost more than all its checks.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
@@ -202,6 +203,10 @@ class RouterPlane(Protocol):
 
         Raises ``LaneLost``, or ``PlaneError`` when the part is larger than the lane's capacity
         (the caller splits it)."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Within it ``try_send`` writes only: peers are signalled at its end, each once. A peer
+        that wakes earlier may take this thread's core, and keep the others waiting."""
 
     def poll(self) -> list[Answer]:
         """Answers that have arrived, each once. Never blocks."""

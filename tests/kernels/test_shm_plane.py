@@ -14,7 +14,7 @@ import torch
 from by_hand import an_offer
 from ep_kernels.plane import AnswerStatus, LaneLost, LaneShape, PlaneError
 from ep_kernels.shm import ShmExpertPlane, ShmRouterPlane, handshake, memory
-from ep_kernels.shm.doorbell import BELL_BYTES
+from ep_kernels.shm.doorbell import BELL_BYTES, Bell, Doorbell, ring_all
 from ep_kernels.shm.layout import lay_out
 from lane_peer import CAPACITY, DIGEST, HIDDEN, TOP_K, part_of
 from plane_pair import DEADLINE_S, SHAPE, Pair
@@ -245,3 +245,63 @@ def test_silent_connections_do_not_keep_a_router_out(pair):
     router.close()
     for connection in silent:
         connection.close()
+
+
+class _Rung:
+    def __init__(self, name: str, wakes_on: int, rung: list[str]) -> None:
+        self.name, self.wakes_on, self._rung = name, wakes_on, rung
+
+    def ring(self) -> None:
+        self._rung.append(self.name)
+
+
+def test_whoever_would_take_this_threads_cpu_is_woken_last() -> None:
+    allowed = os.sched_getaffinity(0)
+    own = min(allowed)
+    os.sched_setaffinity(0, {own})
+    try:
+        rung: list[str] = []
+        ring_all([_Rung("here", own, rung), _Rung("far", -1, rung), _Rung("there", own + 1, rung)])
+        assert rung == ["far", "there", "here"]
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def test_parts_sent_together_are_signalled_at_the_end_each_peer_once(pair: Pair) -> None:
+    word = pair.expert._doorbell
+    pair.router.try_send("e0", part_of(3))
+    first = word.value()
+    with pair.router.together():
+        tickets = [pair.router.try_send("e0", part_of(n)) for n in (1, 2)]
+        assert word.value() == first
+    assert word.value() == first + 1  # the sender counts its rings there
+    assert [arrival.x.shape[0] for arrival in pair.arrivals(3)] == [3, 1, 2]
+    assert None not in tickets
+
+
+def test_what_was_sent_together_is_signalled_when_something_fails(pair: Pair) -> None:
+    before = pair.expert._doorbell.value()
+
+    def fails() -> None:
+        with pair.router.together():
+            pair.router.try_send("e0", part_of(1))
+            raise ValueError("amid")
+
+    with pytest.raises(ValueError, match="amid"):
+        fails()
+    assert pair.expert._doorbell.value() != before
+    assert len(pair.arrivals(1)) == 1
+
+
+def test_a_bell_says_on_which_cpu_its_owner_went_to_sleep() -> None:
+    doorbell = Doorbell("moemesh-test-bell", spin_ns=0)
+    bell = Bell(os.dup(doorbell.fd), 1)
+    allowed = os.sched_getaffinity(0)
+    cpu = max(allowed)
+    os.sched_setaffinity(0, {cpu})
+    try:
+        doorbell.wait(doorbell.value(), 0.001)
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert bell.wakes_on == cpu
+    doorbell.close_fd()

@@ -8,6 +8,10 @@ differs from the one noted before.
 Spinning before the sleep saves a system call and a context switch where a core is idle, and takes
 the core from the very peer it waits for where none is. So it is short, stops for a while when it
 does not pay or the scheduler interrupts it, and is off on a single core.
+
+A thread that is woken on the core of the one that wakes it may take that core at once. Beside the
+word therefore stands the CPU on which its owner went to sleep: ``ring_all``, for several bells,
+rings last where that could happen.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import os
 import platform
 import resource
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from ep_kernels.plane import PlaneError
@@ -73,6 +78,14 @@ _wake_call = _futex_call(ctypes.PyDLL(None, use_errno=True))
 _wait_call = _hand_over_call = _futex_call(ctypes.CDLL(None, use_errno=True))
 
 
+def _unknown_cpu() -> int:
+    return -1
+
+
+current_cpu: Final[Callable[[], int]] = getattr(ctypes.PyDLL(None), "sched_getcpu", _unknown_cpu)
+"""That the calling thread runs on; -1 where that is not to be known."""
+
+
 def _futex_number() -> int:
     try:
         return _FUTEX_NUMBERS[platform.machine()]
@@ -92,6 +105,7 @@ class _Word:
         self._cell = ctypes.c_uint32.from_buffer(mapping)  # keeps the mapping alive
         self._address = ctypes.addressof(self._cell)
         self._values = memoryview(mapping)[:4].cast("I")
+        self._asleep_on = memoryview(mapping)[4:8].cast("i")
 
     def _write(self, value: int, wake: Any = _wake_call) -> None:
         self._values[0] = value
@@ -101,7 +115,22 @@ class _Word:
 class Signal(Protocol):
     """How a lane's end tells the other that it has published something."""
 
+    @property
+    def wakes_on(self) -> int:
+        """The CPU on which whom it wakes went to sleep; -1 if it wakes nobody, or if that is not
+        known.
+        """
+
     def ring(self) -> None: ...
+
+
+def ring_all(bells: Sequence[Signal]) -> None:
+    """Ring each, those first whose owners will not take this thread's CPU."""
+    if len(bells) > 1:
+        own = current_cpu()
+        bells = sorted(bells, key=lambda bell: bell.wakes_on == own)
+    for bell in bells:
+        bell.ring()
 
 
 class Bell(_Word):
@@ -114,6 +143,10 @@ class Bell(_Word):
         super().__init__(fd)
         self._base = sender << _COUNTER_BITS
         self._counter = itertools.count(1)
+
+    @property
+    def wakes_on(self) -> int:
+        return self._asleep_on[0]
 
     def ring(self) -> None:
         """Tell the peer that something was published. Never blocks, whatever the peer does."""
@@ -155,6 +188,7 @@ class Doorbell(_Word):
         whole = int(timeout_s)
         self._timeout.tv_sec = whole
         self._timeout.tv_nsec = int((timeout_s - whole) * 1e9)
+        self._asleep_on[0] = current_cpu()
         if _wait_call(self._number, self._address, _FUTEX_WAIT, seen, self._timeout_address) != 0:
             code = ctypes.get_errno()
             if code not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):

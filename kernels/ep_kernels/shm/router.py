@@ -7,7 +7,8 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import ClassVar
 
@@ -20,7 +21,7 @@ from ep_kernels.plane import (
     PlaneError,
 )
 from ep_kernels.shm import handshake, memory
-from ep_kernels.shm.doorbell import MAX_SENDERS, SPIN_NS, Bell, Doorbell, Signal
+from ep_kernels.shm.doorbell import MAX_SENDERS, SPIN_NS, Bell, Doorbell, Signal, ring_all
 from ep_kernels.shm.handshake import Offer, Reply
 from ep_kernels.shm.lane import CorruptLaneError, LaneMemory, RingSlot, acquire
 from ep_kernels.shm.watcher import Watcher, is_closed
@@ -120,6 +121,7 @@ class ShmRouterPlane:
         self._lost: list[LaneLost] = []
         self._answered: dict[int, tuple[RouterLane, RingSlot]] = {}
         self._tickets = itertools.count(1)
+        self._to_ring: dict[Signal, None] | None = None
         self._closed = False
         self.corrupt_lanes = 0
         self.copy_ns = 0
@@ -206,10 +208,24 @@ class ShmRouterPlane:
         lane.in_flight.append(InFlight(slot, sequence, pairs if shape.exact else tokens, ticket))
         lane.memory.send(slot, part, sequence)
         copied = perf_counter_ns()
-        lane.bell.ring()
         self.copy_ns += copied - began
-        self.signal_ns += perf_counter_ns() - copied
+        if self._to_ring is None:
+            lane.bell.ring()
+            self.signal_ns += perf_counter_ns() - copied
+        else:
+            self._to_ring[lane.bell] = None
         return ticket
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        bells = self._to_ring = {}
+        try:
+            yield
+        finally:
+            self._to_ring = None
+            began = perf_counter_ns()
+            ring_all(tuple(bells))
+            self.signal_ns += perf_counter_ns() - began
 
     def poll(self) -> list[Answer]:
         self._seen = self._doorbell.value()

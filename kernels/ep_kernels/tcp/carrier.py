@@ -94,6 +94,10 @@ class Carrier:
         self._arriving: Callable[[], None] | None = None
         self._silent_beats = 0
 
+    @property
+    def wakes_on(self) -> int:
+        return -1
+
     def ring(self) -> None:
         """Send every message whose flag was set since the last call. Never blocks or raises."""
         with self._send_lock:
