@@ -26,6 +26,7 @@ SOURCES = (
     "kernels/ep_kernels/native/latent.c",
     "kernels/ep_kernels/native/route.c",
     "kernels/ep_kernels/native/rows.c",
+    "kernels/ep_kernels/native/serve.c",
 )
 # No -march: the library may run on another machine than it was built on. No contraction of
 # multiply and add: the same inputs give the same bits everywhere.

@@ -16,9 +16,9 @@ from typing import Generic
 
 import numpy as np
 import torch
-from ep_kernels.few import FewBanks
 from ep_kernels.grouped_ffn import ExpertBank
 from ep_kernels.plane import AnswerStatus, Arrival, ExpertPlane
+from ep_kernels.serve import ServedBanks
 
 from expert_svc.slots import B, SlotTable
 from mesh.layer_groups import LayerGroups
@@ -157,8 +157,8 @@ class Worker(ComputeThread[ExpertBank]):
 
     def __init__(self, plane: ExpertPlane, table: SlotTable[ExpertBank]) -> None:
         super().__init__(plane, table)
-        self._few = FewBanks(max(table.moe_layers, default=-1) + 1)
-        self._few_banks = 0
+        self._banks = ServedBanks(max(table.moe_layers, default=-1) + 1)
+        self._noted = 0
 
     def run(self) -> None:
         """See ``ComputeThread``."""
@@ -167,7 +167,7 @@ class Worker(ComputeThread[ExpertBank]):
             woke = perf_counter_ns()
             while not self._stopping:
                 tally.turns += 1
-                if not waiting and self._serve_few():
+                if not waiting and self._serve_lone():
                     continue
                 arrivals = plane.poll()
                 if len(arrivals) == 1 and not waiting:
@@ -182,13 +182,13 @@ class Worker(ComputeThread[ExpertBank]):
                     woke = perf_counter_ns()
                     tally.wait_ns += woke - slept
 
-    def _serve_few(self) -> bool:
-        """Serve the part that has come, if it is the only one and small, by one call into C."""
+    def _serve_lone(self) -> bool:
+        """Serve the part that has come, if it is the only one, by one call into C, if it can."""
         began = perf_counter_ns()
         with self._table.lock:
-            if len(self._table.banks) != self._few_banks:
+            if len(self._table.banks) != self._noted:
                 self._note_banks()
-            served = self._plane.serve(self._few)
+            served = self._plane.serve(self._banks)
         if served is None:
             return False
         tally, took_ns = self.tally, served.took_ns
@@ -199,10 +199,10 @@ class Worker(ComputeThread[ExpertBank]):
 
     def _note_banks(self) -> None:
         banks = self._table.banks  # it only grows
-        self._few_banks = len(banks)
+        self._noted = len(banks)
         for layer, bank in banks.items():
-            if bank.few is not None:
-                self._few.set(layer, bank.few)
+            if bank.served is not None:
+                self._banks.set(layer, bank.served)
 
     def _serve_alone(self, part: Arrival) -> None:
         """The part's own memory is input and output."""

@@ -6,7 +6,7 @@ With torch the calls cost more than the products there: a layer of a small model
 from __future__ import annotations
 
 import ctypes
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
@@ -24,8 +24,8 @@ _POINTER, _NUMBER, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 class _Ffn(ctypes.Structure):
     _fields_ = (
         *(("hidden", _NUMBER), ("inner", _NUMBER)),
-        *((name, _POINTER) for name in ("scratch", "expert", "holds")),
-        *(("slots", _NUMBER), ("most_pairs", _NUMBER)),
+        *((name, _POINTER) for name in ("scratch", "expert")),
+        ("slots", _LONG),
     )
 
 
@@ -35,37 +35,29 @@ class FewFfn:
     The caller keeps the tensors alive that it puts into slots: only addresses are held.
     """
 
-    __slots__ = ("_call", "_ffn", "_held", "_slots", "address")
+    __slots__ = ("_call", "_ffn", "_scratch", "_slots", "address")
 
-    def __init__(self, hidden: int, inner: int, holds: IntArray, most_pairs: int = 0) -> None:
-        """``holds`` ``[slots]``: the expert in each; what ``serve`` looks at. It takes parts of up
-        to ``most_pairs``.
-        """
-        scratch = torch.empty(2 * inner)
-        self._ffn = _Ffn(hidden, inner, scratch.data_ptr(), most_pairs=most_pairs)
+    def __init__(self, hidden: int, inner: int, slots: int) -> None:
+        self._scratch = torch.empty(2 * inner)
+        self._ffn = _Ffn(hidden, inner, self._scratch.data_ptr())
         self.address = ctypes.addressof(self._ffn)
         self._call = load("few").moemesh_few_ffn
-        self._call.restype = _NUMBER
+        self._call.restype = _LONG
         self._call.argtypes = (
-            *(_POINTER, _POINTER, _NUMBER),
-            *(_POINTER, _POINTER, _POINTER, _NUMBER),
+            *(_POINTER, _POINTER, _LONG),
+            *(_POINTER, _POINTER, _POINTER, _LONG),
             _POINTER,
         )
         self._slots = np.zeros((0, 2), dtype=np.uintp)
-        self._held = (scratch, holds)
-        self.resize(holds)
+        self.resize(slots)
 
-    def resize(self, holds: IntArray) -> None:
-        """Have as many slots as ``holds``, which takes the place of the one before: new ones are
-        empty, the others stay as they are.
-        """
-        slots = np.zeros((holds.size, 2), dtype=np.uintp)
-        stay = min(holds.size, len(self._slots))
-        slots[:stay] = self._slots[:stay]
-        self._slots = slots
-        self._held = (self._held[0], holds)
-        ffn = self._ffn
-        ffn.expert, ffn.holds, ffn.slots = slots.ctypes.data, holds.ctypes.data, holds.size
+    def resize(self, slots: int) -> None:
+        """Have so many slots: new ones are empty, the others stay as they are."""
+        kept = np.zeros((slots, 2), dtype=np.uintp)
+        stay = min(slots, len(self._slots))
+        kept[:stay] = self._slots[:stay]
+        self._slots = kept
+        self._ffn.expert, self._ffn.slots = kept.ctypes.data, slots
 
     def put(self, slot: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         """Fill a slot: ``gate_up`` ``[hidden, 2 inner]``, ``down`` ``[inner, hidden]``, fp32."""
@@ -103,48 +95,6 @@ class FewFfn:
         return None if bad < 0 else int(bad)
 
 
-class Served(NamedTuple):
-    """A part that ``serve`` has answered."""
-
-    lane: int
-    slot: int
-    sequence: int
-    layer: int
-    tokens: int
-    pairs: int
-    began_ns: int
-    took_ns: int
-
-
-_SERVED: Final = 1
-_serve = load("few").moemesh_few_serve
-_serve.restype = _NUMBER
-_serve.argtypes = (_POINTER, _LONG, _POINTER, _LONG, _POINTER)
-
-
-class FewBanks:
-    """The experts of all layers, for ``serve``. One thread at a time."""
-
-    def __init__(self, layers: int) -> None:
-        self._addresses = np.zeros(layers, dtype=np.uintp)
-        self._at = self._addresses.ctypes.data
-        self._told = np.zeros(len(Served._fields), dtype=np.int64)
-        self._told_at = self._told.ctypes.data
-
-    def set(self, layer: int, ffn: FewFfn) -> None:
-        """Whoever has the ``ffn`` keeps it alive."""
-        self._addresses[layer] = ffn.address
-
-    def serve(self, ends: int, count: int) -> Served | None:
-        """Answer the part that has come over one of ``count`` lanes, C's ``lane_end`` at ``ends``,
-        if it is the only one and small, and the slots hold what it names. None, and nothing was
-        touched, if not.
-        """
-        if _serve(ends, count, self._at, self._addresses.size, self._told_at) != _SERVED:
-            return None
-        return Served(*self._told.tolist())
-
-
 class FewDense:
     """One SwiGLU expert that every token goes through. One thread at a time.
 
@@ -159,7 +109,7 @@ class FewDense:
         """``gate_up`` ``[2 inner, hidden]``, ``down`` ``[hidden, inner]``."""
         hidden, inner = down.shape
         kept = (gate_up.float().t().contiguous(), down.float().t().contiguous())
-        self._held = (ffn := FewFfn(hidden, inner, np.zeros(1, dtype=np.int32)), kept)
+        self._held = (ffn := FewFfn(hidden, inner, 1), kept)
         ffn.put(0, *kept)
         self._address = ffn.address
         self._hidden = hidden

@@ -35,10 +35,16 @@ from ep_kernels.packed import (
     storage_fault,
 )
 from ep_kernels.plane import FloatArray, IntArray
+from ep_kernels.serve import ServedBank, function_address
 
 _FEW = 40
 """Up to this many pairs of small experts run in one call, one after another; beyond it a product
 for all pairs of an expert is worth sorting them and a call each."""
+
+_ANY_PAIRS = 2**31 - 1
+
+_FEW_FFN = function_address("few", "moemesh_few_ffn")
+_HALF_FFN = function_address("half", "moemesh_half_ffn")
 
 _LINE_VALUES = 16
 """fp32 values in a cache line."""
@@ -131,8 +137,14 @@ class ExpertBank(Slots):
         whole_lines = hidden % _LINE_VALUES == 0 and intermediate % _LINE_VALUES == 0
         self._small = is_dispatch_bound(2 * intermediate, hidden) and (whole_lines or not exact)
         self._experts: list[ExpertWeights | None] = [None] * num_slots
-        self._few = FewFfn(hidden, intermediate, self.holds, _FEW)
+        self._few = FewFfn(hidden, intermediate, num_slots)
         self._half = HalfFfn(hidden, intermediate, num_slots)
+        self._served = ServedBank(
+            *(_FEW_FFN, self._few.address) if self._small else (_HALF_FFN, self._half.address),
+            self.holds,
+            most_pairs=_FEW if self._small else _ANY_PAIRS,
+            brief=self._small,
+        )
 
     @property
     def num_slots(self) -> int:
@@ -237,15 +249,18 @@ class ExpertBank(Slots):
         """
         holds = self.resized(num_slots)
         stay = min(num_slots, self.num_slots)
-        self._few.resize(holds)
+        self._few.resize(num_slots)
         self._half.resize(num_slots)
+        self._served.hold(holds)
         self._experts = self._experts[:stay] + [None] * (num_slots - stay)
         self.holds = holds
 
     @property
-    def few(self) -> FewFfn | None:
-        """What runs few pairs as one call into C, if this bank's experts are of that kind."""
-        return self._few if self._small and not self.exact else None
+    def served(self) -> ServedBank | None:
+        """What serves parts by one call into C, if this bank's can be: sums, of few pairs where
+        experts are small, and by fp16 experts where they are not.
+        """
+        return None if self.exact else self._served
 
     def run(
         self,

@@ -29,10 +29,14 @@ _expert.argtypes = (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER)
 _ffn = _library.moemesh_half_ffn
 _ffn.restype = _LONG
 _ffn.argtypes = (
-    *(_POINTER, _LONG, _LONG, _POINTER, _LONG),
+    *(_POINTER, _POINTER, _LONG),
     *(_POINTER, _POINTER, _POINTER, _LONG),
-    *(_POINTER, _LONG, _POINTER, _POINTER),
+    _POINTER,
 )
+
+
+class _Bank(ctypes.Structure):
+    _fields_ = (("experts", _POINTER), *((name, _LONG) for name in ("slots", "hidden", "inner")))
 
 
 class HalfExpert:
@@ -69,20 +73,25 @@ def half_expert(gate_up: PackedLinear, down: PackedLinear) -> HalfExpert | None:
 
 
 class HalfFfn:
-    """Experts in slots. The caller keeps those alive that it puts there."""
+    """Experts in slots. The caller keeps those alive that it puts there. ``address`` is C's
+    ``half_bank``.
+    """
 
-    __slots__ = ("_hidden", "_inner", "_slots")
+    __slots__ = ("_bank", "_slots", "address")
 
     def __init__(self, hidden: int, inner: int, slots: int) -> None:
-        self._hidden, self._inner = hidden, inner
-        self._slots = np.zeros((slots, 2), dtype=np.uintp)
+        self._bank = _Bank(hidden=hidden, inner=inner)
+        self.address = ctypes.addressof(self._bank)
+        self._slots = np.zeros((0, 2), dtype=np.uintp)
+        self.resize(slots)
 
     def resize(self, slots: int) -> None:
         """Have so many slots: new ones are empty, the others stay as they are."""
-        stay = min(slots, len(self._slots))
         kept = np.zeros((slots, 2), dtype=np.uintp)
+        stay = min(slots, len(self._slots))
         kept[:stay] = self._slots[:stay]
         self._slots = kept
+        self._bank.experts, self._bank.slots = kept.ctypes.data, slots
 
     def put(self, slot: int, expert: HalfExpert) -> None:
         self._slots[slot] = expert.pointers
@@ -105,14 +114,10 @@ class HalfFfn:
         """
         assert x.is_contiguous(), "C reads rows as they lie"
         assert out.is_contiguous(), "C writes rows as they lie"
-        pairs, slots = pair_slot.size, len(self._slots)
-        most = min(pairs, MOST_ROWS)
-        order = np.empty(slots + pairs, dtype=np.int32)
-        scratch = torch.empty(most * 2 * (self._hidden + self._inner))
         bad = _ffn(
-            *(self._slots.ctypes.data, slots, self._hidden, x.data_ptr(), x.shape[0]),
+            *(self.address, x.data_ptr(), x.shape[0]),
             *(pair_token.ctypes.data, pair_slot.ctypes.data),
-            *(None if pair_weight is None else pair_weight.ctypes.data, pairs),
-            *(order.ctypes.data, most, scratch.data_ptr(), out.data_ptr()),
+            *(None if pair_weight is None else pair_weight.ctypes.data, pair_slot.size),
+            out.data_ptr(),
         )
         return None if bad < 0 else int(bad)

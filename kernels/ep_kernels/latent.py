@@ -15,6 +15,7 @@ from ep_kernels.attend import VisibleKeys
 from ep_kernels.half import HalfMatrices, HalfMatrix
 from ep_kernels.native_library import load
 from ep_kernels.rows import LatentRows, RmsNorm
+from ep_kernels.serve import function_address
 
 _POINTER, _LONG, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -43,18 +44,13 @@ class _Step(ctypes.Structure):
     )
 
 
-def _address(library: str, function: str) -> int | None:
-    found: Any = getattr(load(library, keeps_lock=False), function)
-    return ctypes.cast(found, _POINTER).value
-
-
 _STEPS = _Steps(
-    _address("half", "moemesh_half_linear"),
-    _address("rows", "moemesh_rms_norm"),
-    _address("rows", "moemesh_latent_rows"),
-    _address("rows", "moemesh_turn"),
-    _address("attend", "moemesh_attend"),
-    _address("half", "moemesh_crew_do"),
+    function_address("half", "moemesh_half_linear"),
+    function_address("rows", "moemesh_rms_norm"),
+    function_address("rows", "moemesh_latent_rows"),
+    function_address("rows", "moemesh_turn"),
+    function_address("attend", "moemesh_attend"),
+    function_address("half", "moemesh_crew_do"),
 )
 _attend: Any = load("latent", keeps_lock=False).moemesh_latent
 _attend.restype = _LONG

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 if TYPE_CHECKING:
-    from ep_kernels.few import FewBanks, Served
+    from ep_kernels.serve import Served, ServedBanks
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -261,7 +261,7 @@ class ExpertPlane(Protocol):
     corrupt_lanes: int
     """Lanes dropped because the peer wrote nonsense, since start."""
 
-    def serve(self, banks: FewBanks) -> Served | None:
+    def serve(self, banks: ServedBanks) -> Served | None:
         """Read, compute and answer the part that has arrived, if it is the only one and ``banks``
         can; None if not, and then nothing was touched."""
 

@@ -6,9 +6,9 @@ from collections import deque
 
 import numpy as np
 import torch
-from ep_kernels.few import FewBanks
 from ep_kernels.grouped_ffn import reference_rows, reference_sum
 from ep_kernels.plane import AnswerStatus, Arrival
+from ep_kernels.serve import ServedBanks
 
 from expert_svc.worker import ComputeThread
 
@@ -68,7 +68,7 @@ class ListPlane:
         self.corrupt_lanes = 0
         self.worker: ComputeThread | None = None
 
-    def serve(self, banks: FewBanks) -> None:
+    def serve(self, banks: ServedBanks) -> None:
         """Its parts are in no lane."""
 
     def poll(self) -> list[Arrival]:

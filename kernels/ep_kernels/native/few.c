@@ -1,9 +1,7 @@
 /* A few tokens against matrices that fit a core's cache: there the calls cost the time, so that a
  * whole part of a layer is one. The caller's face is ep_kernels/few.py.
  */
-#define _POSIX_C_SOURCE 199309L
 #include "gate.h"
-#include "lane.h"
 #include "rows.h"
 
 /* y [n] += x [rows] times w [rows, n]. */
@@ -38,8 +36,7 @@ typedef struct {
     int32_t hidden, inner;
     float *scratch;             /* [2 inner] */
     const float *const *expert; /* [slots][2] */
-    const int32_t *holds;       /* [slots] which expert it is */
-    int32_t slots, most_pairs;
+    int64_t slots;
 } few_ffn;
 
 /* out [hidden] += the SwiGLU FFN of x [hidden] by one expert, weighted. */
@@ -55,84 +52,18 @@ INLINED void add_ffn(const few_ffn *is, const float *const *expert, const float 
 
 /* The FFN of x [tokens, hidden], weighted and added up by token -> out [tokens, hidden]. Returns the
  * first pair whose slot is empty or out of range, -1 if none. */
-EACH_WIDTH int32_t moemesh_few_ffn(const few_ffn *is, const float *x, int32_t tokens,
+EACH_WIDTH int64_t moemesh_few_ffn(const few_ffn *is, const float *x, int64_t tokens,
                         const int32_t *pair_token, const int32_t *pair_slot,
-                        const float *pair_weight, int32_t pairs, float *out) {
+                        const float *pair_weight, int64_t pairs, float *out) {
     int64_t hidden = is->hidden;
     for (int64_t i = 0; i < tokens * hidden; i++) out[i] = 0.0f;
-    for (int32_t p = 0; p < pairs; p++) {
+    for (int64_t p = 0; p < pairs; p++) {
         int32_t slot = pair_slot[p];
         if (slot < 0 || slot >= is->slots || !is->expert[2 * slot]) return p;
         add_ffn(is, is->expert + 2 * slot, x + pair_token[p] * hidden, pair_weight[p],
                 out + pair_token[p] * hidden);
     }
     return -1;
-}
-
-/* Whether every pair's slot holds the expert that the pair names. */
-static int matches(const few_ffn *is, const ring_slot *at, int64_t pairs) {
-    for (int64_t p = 0; p < pairs; p++) {
-        int32_t slot = at->pair_slot[p];
-        if (slot < 0 || slot >= is->slots || !is->expert[2 * slot] ||
-            is->holds[slot] != at->pair_expert[p])
-            return 0;
-    }
-    return 1;
-}
-
-/* What was served: lane, slot, sequence, layer, tokens, pairs, begin and duration. */
-enum { LANE, SLOT, NUMBER, OF_LAYER, OF_TOKENS, OF_PAIRS, BEGAN, TOOK };
-enum { NOTHING, SERVED, OTHERS };
-enum { OK = 1 };
-
-/* Serve the part that has come, if it is the only one and small: read, compute and publish it.
- * banks [layers]: NULL where a layer has none that does it so. Returns SERVED and fills `told`, or
- * NOTHING has come, or it is OTHERS that have, of which none was touched. */
-EACH_WIDTH int32_t moemesh_few_serve(const lane_end *lanes, int64_t count,
-                        const few_ffn *const *banks, int64_t layers, int64_t *told) {
-    const ring_slot *at = NULL;
-    const lane_end *end = NULL;
-    int64_t flag = 0, slot = 0, header[REQUEST_INTS];
-    __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    for (int64_t lane = 0; lane < count; lane++)
-        for (int64_t i = 0; i < lanes[lane].count; i++) {
-            int64_t found = lane_flag(lanes[lane].slots[i]->request_flag);
-            if (found == lanes[lane].seen[i]) continue;
-            if (at) return OTHERS;
-            end = lanes + lane;
-            at = end->slots[i];
-            flag = found;
-            slot = i;
-        }
-    if (!at) return NOTHING;
-    if (!end->sums_in_slot || end->seen[slot] != end->answered[slot] ||
-        lane_request(at, flag, header) != SOUND || header[LAYER] < 0 || header[LAYER] >= layers)
-        return OTHERS;
-    const few_ffn *is = banks[header[LAYER]];
-    if (!is || header[PAIRS] > is->most_pairs || !matches(is, at, header[PAIRS])) return OTHERS;
-
-    int64_t began = lane_now(), hidden = is->hidden, tokens = header[TOKENS];
-    const float *x = at->x;
-    for (int64_t i = 0; i < tokens * hidden; i++) at->out[i] = 0.0f;
-    for (int64_t p = 0; p < header[PAIRS]; p++) {
-        int32_t in = at->pair_slot[p], token = at->pair_token[p];
-        /* A peer could write what it has sent once more. */
-        if (in < 0 || in >= is->slots || token < 0 || token >= tokens) return OTHERS;
-        add_ffn(is, is->expert + 2 * in, x + token * hidden, at->pair_weight[p],
-                at->out + token * hidden);
-    }
-    int64_t took = lane_now() - began;
-    end->seen[slot] = end->answered[slot] = flag;
-    lane_answer(at, flag, OK, began, took, tokens);
-    told[LANE] = end - lanes;
-    told[SLOT] = slot;
-    told[NUMBER] = flag;
-    told[OF_LAYER] = header[LAYER];
-    told[OF_TOKENS] = tokens;
-    told[OF_PAIRS] = header[PAIRS];
-    told[BEGAN] = began;
-    told[TOOK] = took;
-    return SERVED;
 }
 
 /* The FFN of x [tokens, hidden] by the expert in the first slot -> out [tokens, hidden]. */

@@ -275,17 +275,32 @@ static void do_piece(void *of, int64_t piece) {
                 rows->y + which * rows->y_step, rows->y_row);
 }
 
-/* Memory of this thread for the parts of rows; it grows, and ends with the process. */
-static uint16_t *parts_memory(int64_t values) {
-    static _Thread_local uint16_t *memory;
-    static _Thread_local int64_t size;
-    if (values > size) {
-        free(memory);
-        size = (values + 4095) / 4096 * 4096;
-        memory = aligned_alloc(64, (size_t)size * sizeof *memory);
-        if (!memory) abort(); /* some MiB at most: this machine cannot go on */
+/* Some thread's memory for one purpose; it grows, and ends with the process. */
+typedef struct {
+    void *at;
+    size_t size;
+} grown;
+
+static void *grow(grown *memory, size_t size) {
+    if (size > memory->size) {
+        free(memory->at);
+        memory->size = (size + 4095) / 4096 * 4096;
+        memory->at = aligned_alloc(64, memory->size);
+        if (!memory->at) abort(); /* some MiB at most: this machine cannot go on */
     }
-    return memory;
+    return memory->at;
+}
+
+/* For the parts of rows. */
+static uint16_t *parts_memory(int64_t values) {
+    static _Thread_local grown memory;
+    return grow(&memory, (size_t)values * sizeof(uint16_t));
+}
+
+/* For an FFN's rows and order. */
+static float *scratch_memory(int64_t values) {
+    static _Thread_local grown memory;
+    return grow(&memory, (size_t)values * sizeof(float));
 }
 
 /* What each of `count` matrices of one shape makes of its part of every row. */
@@ -355,26 +370,36 @@ EACH_WIDTH static void add_weighted(const float *row, float weight, int64_t widt
     for (int64_t i = 0; i < width; i++) out[i] += weight * row[i];
 }
 
+/* Experts in slots, of one size. */
+typedef struct {
+    const half_expert *experts;
+    int64_t slots, hidden, inner;
+} half_bank;
+
+/* Rows that pass through an expert together: beyond it they gain nothing, and take memory. */
+enum { MOST_PASSING = 128 };
+
 /* The FFN of each pair's token x [tokens, hidden] by the expert in its slot. With weights: their
  * weighted sum by token -> out [tokens, hidden], added up in the order of slots; without: each
- * pair's own row -> out [pairs, hidden]. Pairs of a slot run together, most_rows at a time.
- * Scratch: order [slots + pairs], rows [most_rows, 2 hidden + 2 inner]. Returns the first pair whose
- * slot is empty or not there, -1 if none. */
-int64_t moemesh_half_ffn(const half_expert *experts, int64_t slots, int64_t hidden, const float *x,
-                         int64_t tokens, const int32_t *token, const int32_t *slot,
-                         const float *weight, int64_t pairs, int32_t *order, int64_t most_rows,
-                         float *scratch, float *out) {
+ * pair's own row -> out [pairs, hidden]. Returns the first pair whose slot is empty or not there, -1
+ * if none. */
+int64_t moemesh_half_ffn(const half_bank *is, const float *x, int64_t tokens, const int32_t *token,
+                         const int32_t *slot, const float *weight, int64_t pairs, float *out) {
+    int64_t hidden = is->hidden, slots = is->slots;
+    int64_t most_rows = pairs < MOST_PASSING ? pairs : MOST_PASSING;
+    float *given = scratch_memory(most_rows * 2 * (hidden + is->inner) + slots + pairs);
+    float *made = given + most_rows * hidden, *within = made + most_rows * hidden;
+    int32_t *order = (int32_t *)(within + most_rows * 2 * is->inner);
     int32_t *end = order + pairs; /* [slots] */
     memset(end, 0, (size_t)slots * sizeof *end);
     for (int64_t p = 0; p < pairs; p++) {
-        if (slot[p] < 0 || slot[p] >= slots || !experts[slot[p]].gate_up) return p;
+        if (slot[p] < 0 || slot[p] >= slots || !is->experts[slot[p]].gate_up) return p;
         end[slot[p]]++;
     }
     for (int64_t s = 1; s < slots; s++) end[s] += end[s - 1];
     for (int64_t p = pairs; p-- > 0;) order[--end[slot[p]]] = (int32_t)p;
     if (weight) memset(out, 0, (size_t)(tokens * hidden) * sizeof *out);
 
-    float *given = scratch, *made = given + most_rows * hidden, *within = made + most_rows * hidden;
     for (int64_t at = 0, rows; at < pairs; at += rows) {
         int32_t in = slot[order[at]];
         for (rows = 1; rows < most_rows && at + rows < pairs && slot[order[at + rows]] == in;) rows++;
@@ -385,7 +410,7 @@ int64_t moemesh_half_ffn(const half_expert *experts, int64_t slots, int64_t hidd
                        (size_t)hidden * sizeof *x);
             from = given;
         }
-        run_expert(experts + in, from, rows, within, made);
+        run_expert(is->experts + in, from, rows, within, made);
         for (int64_t r = 0; r < rows; r++) {
             int32_t p = order[at + r];
             if (weight)

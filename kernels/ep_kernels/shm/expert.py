@@ -18,8 +18,8 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from ep_kernels.few import FewBanks, Served
 from ep_kernels.plane import AnswerStatus, Arrival, PlaneError
+from ep_kernels.serve import Served, ServedBanks
 from ep_kernels.shm import handshake, memory
 from ep_kernels.shm.doorbell import MAX_SENDERS, SPIN_NS, Bell, Doorbell, Signal
 from ep_kernels.shm.handshake import Offer, Reply
@@ -141,7 +141,7 @@ class ShmExpertPlane:
 
     # -------------------------------------------------------------- messages
 
-    def serve(self, banks: FewBanks) -> Served | None:
+    def serve(self, banks: ServedBanks) -> Served | None:
         self._seen = self._doorbell.value()
         ends, lanes = self._ends
         served = ends.serve(banks)

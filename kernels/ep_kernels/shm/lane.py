@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ep_kernels.few import FewBanks, Served
 from ep_kernels.native_library import load
 from ep_kernels.plane import (
     AnswerStatus,
@@ -27,6 +26,7 @@ from ep_kernels.plane import (
     Part,
     PlaneError,
 )
+from ep_kernels.serve import Served, ServedBanks
 from ep_kernels.shm.doorbell import Doorbell
 from ep_kernels.shm.layout import LaneLayout, Layout, lay_out
 
@@ -321,7 +321,7 @@ class LaneEnds:
         self._at = self._ends.ctypes.data
         self._arguments = (self._at, len(self._lanes), self._found.ctypes.data)
 
-    def serve(self, banks: FewBanks) -> Served | None:
+    def serve(self, banks: ServedBanks) -> Served | None:
         """See ``ExpertPlane``."""
         return banks.serve(self._at, len(self._lanes))
 
