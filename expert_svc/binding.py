@@ -27,16 +27,16 @@ class Binding:
     """A worker does without it rather than not serve."""
 
 
-def binding(choice: str, source: str, share: str, usable: AbstractSet[int]) -> Binding:
+def binding(choice: str, source: str, share: frozenset[int], usable: AbstractSet[int]) -> Binding:
     """What ``choice``, the value of ``expert.cpus`` from ``source``, means for a process that may
     use the CPUs ``usable`` and was given ``share`` by its launcher (empty: none). Pure.
 
     Raises ``CannotServe`` for chosen CPUs that it may not use.
     """
-    if choice == ANY or (choice == AUTO and not share):
+    if choice == ANY:
         return Binding()
     if choice == AUTO:
-        return Binding(parse_cpus(share))
+        return Binding(share)
     cpus = parse_cpus(choice)
     if beyond := cpus - usable:
         expected = (

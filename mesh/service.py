@@ -46,7 +46,7 @@ from structlog.typing import FilteringBoundLogger
 from mesh import logs, metrics
 from mesh.addresses import is_loopback
 from mesh.config import ConfigError, Effective, assignment, load, name_fault
-from mesh.cpus import cpus_text, parse_cpus
+from mesh.cpus import parse_cpus
 from mesh.health import Health, health_path
 from mesh.links import LinkError, Net
 from mesh.messages import Role
@@ -88,7 +88,7 @@ class Context:
     """Where this process's metrics are served; for ``Hello.metrics``."""
     listen_fd: int = -1
     """Gateway: the bound socket that it inherited to listen on; -1: it binds its own."""
-    cpus: str = ""
+    cpus: frozenset[int] = frozenset()
     """Expert worker: its share of the host's CPUs where ``expert.cpus`` is auto; empty: none."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """The service is to leave."""
@@ -324,7 +324,7 @@ def _parse(role: Role, argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--cpus",
         type=_cpus,
-        default="",
+        default=frozenset(),
         metavar="LIST",
         help="expert: its share of the CPUs, where expert.cpus is auto",
     )
@@ -337,9 +337,9 @@ def _id(text: str) -> str:
     return text
 
 
-def _cpus(text: str) -> str:
+def _cpus(text: str) -> frozenset[int]:
     try:
-        return cpus_text(parse_cpus(text))
+        return parse_cpus(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: expected CPUs, such as 0-3,8") from None
 
