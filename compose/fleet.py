@@ -116,7 +116,7 @@ class Fleet:
     async def _scale(self, wanted: Mapping[ServiceRole, int], say: Say) -> None:
         await self._until_whole(say)
         new = [
-            self._spec(role, index)
+            self._spec(role, index, among=count)
             for role, count in wanted.items()
             for index in range(count)
             if index not in self._indices(role)
@@ -273,11 +273,18 @@ class Fleet:
 
     # -------------------------------------------------------------- who is there
 
-    def _spec(self, role: ServiceRole, index: int, *, shares: int | None = None) -> ProcessSpec:
+    def _spec(
+        self,
+        role: ServiceRole,
+        index: int,
+        *,
+        shares: int | None = None,
+        among: int | None = None,
+    ) -> ProcessSpec:
         listen_fd = -1
         if role == "gateway":
             listen_fd = self._listeners.open(index if shares is None else shares)
-        return self._recipe.spec(role, index, shares=shares, listen_fd=listen_fd)
+        return self._recipe.spec(role, index, shares=shares, listen_fd=listen_fd, among=among)
 
     def _indices(self, role: ServiceRole) -> list[int]:
         return sorted(member_index(s.id) for s in self._crew.specs() if s.role == role)

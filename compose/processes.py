@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mesh.cpus import AUTO, cpus_text, share_of
 from mesh.settings import Settings
 
 ServiceRole = Literal["planner", "expert", "router", "gateway"]
@@ -65,6 +66,7 @@ class Recipe:
     launcher even when that is killed. ``python -P`` keeps the working directory off the module
     path, where a folder named ``gateway`` would shadow ours.
 
+    ``cpus``: those of this host that may be used; expert workers divide them if they are to.
     ``counts``: how many of each role there are to be; what a planner starts with follows it.
     """
 
@@ -76,12 +78,16 @@ class Recipe:
         overrides: Mapping[str, str],
         python: str,
         parent_pid: int,
+        cpus: Collection[int] = (),
     ) -> None:
         self._port = settings.gateway.port
         self._config = config
         self._overrides = overrides
         self._python = python
         self._parent_pid = parent_pid
+        divided = settings.expert.cpus == AUTO and settings.expert.device == "cpu"
+        self._cpus = cpus if divided else ()
+        self._expert_threads = settings.expert.threads
         self._configured: dict[ServiceRole, int] = {
             "planner": 1,
             "expert": settings.mesh.experts,
@@ -103,10 +109,17 @@ class Recipe:
         )
 
     def spec(
-        self, role: ServiceRole, index: int, *, shares: int | None = None, listen_fd: int = -1
+        self,
+        role: ServiceRole,
+        index: int,
+        *,
+        shares: int | None = None,
+        listen_fd: int = -1,
+        among: int | None = None,
     ) -> ProcessSpec:
         """A gateway listens on ``listen_fd`` if that is a descriptor; ``shares``: the gateway whose
-        port it has, if not its own.
+        port it has, if not its own. An expert worker has its part of the CPUs as one of ``among``
+        workers, if not of ``counts``.
         """
         own = dict(self._overrides)
         for other, count in self.counts.items():
@@ -121,6 +134,10 @@ class Recipe:
             argv += ["--config", str(self._config)]
         for key, value in own.items():
             argv += ["--set", f"{key}={value}"]
+        if role == "expert":
+            workers = self.counts[role] if among is None else among
+            if share := share_of(self._cpus, index, workers, self._expert_threads):
+                argv += ["--cpus", cpus_text(share)]
         inherits: tuple[int, ...] = ()
         if listen_fd >= 0:
             argv += ["--listen-fd", str(listen_fd)]

@@ -9,6 +9,7 @@ changes.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -25,6 +26,7 @@ from ep_kernels.tcp.expert import TcpExpertPlane
 from ep_kernels.tcp.handshake import new_key
 from ep_kernels.triton.device import Device, DeviceUnavailable
 
+from expert_svc.binding import Binding, bind, binding
 from expert_svc.bundles import BundleClient, BundleServer
 from expert_svc.engines import Engine, open_engine
 from expert_svc.heap import trim_heap
@@ -74,8 +76,10 @@ class ExpertWorker:
         *,
         lanes: LanePlaces,
         digest: str,
+        binding: Binding = Binding(),  # noqa: B008 - immutable
     ) -> None:
         self._ctx = ctx
+        self._binding = binding
         self._table = table
         self._worker = worker
         self._lanes = lanes
@@ -132,9 +136,16 @@ class ExpertWorker:
         """Run the compute thread until cancelled; what it raises ends the service."""
         with self._pool("compute") as pool:
             try:
-                await self._loop.run_in_executor(pool, self._worker.run)
+                await self._loop.run_in_executor(pool, self._compute)
             finally:
                 self._worker.stop()
+
+    def _compute(self) -> None:
+        """The compute thread's body."""
+        bind(self._binding, self._ctx.log)
+        # Helpers may run where the thread may that hires them.
+        Crew(self._ctx.settings.expert.threads - 1).share()
+        self._worker.run()
 
     async def load(self) -> None:
         """Carry out one assignment after another on the loader thread."""
@@ -361,8 +372,13 @@ class ExpertWorker:
 async def main(ctx: Context) -> None:
     """Serve until ``ctx.stopping``. Raises ``CannotServe``, ``RefusedByPlanner`` or a crash."""
     settings = ctx.settings
+    chosen = binding(
+        settings.expert.cpus,
+        ctx.effective.origin["expert.cpus"],
+        ctx.cpus,
+        os.sched_getaffinity(0),
+    )
     torch.set_num_threads(settings.expert.threads)
-    Crew(settings.expert.threads - 1).share()
     with ExitStack() as stack:
         try:
             path = checkpoint_dir(settings.model.path)
@@ -377,7 +393,7 @@ async def main(ctx: Context) -> None:
             raise CannotServe(str(error)) from error
         stack.callback(plane.close)
         worker = engine.new_worker(plane, table)
-        expert = ExpertWorker(ctx, table, worker, lanes=lanes, digest=digest)
+        expert = ExpertWorker(ctx, table, worker, lanes=lanes, digest=digest, binding=chosen)
         server = BundleServer(
             ctx.net,
             bundles_address(settings, ctx.id),

@@ -29,6 +29,7 @@ from typing import Any, Literal
 import msgspec
 
 from mesh.addresses import NEEDS_KEYS, WILDCARDS, address_fault, is_loopback, leaves_host, ports_of
+from mesh.cpus import ANY, AUTO, is_choice
 from mesh.settings import Settings
 
 ENV_PREFIX = "MOEMESH_"
@@ -281,6 +282,7 @@ _RULES: Mapping[str, _Rule] = {
     "router.expert_timeout_s": _POSITIVE,
     "expert.device": _DEVICE,
     "expert.threads": _POSITIVE,
+    "expert.cpus": _Rule(is_choice, f"expected {AUTO}, {ANY}, or CPUs, such as 0-3,8"),
     "expert.slots_per_layer": _NOT_NEGATIVE,
     "expert.max_lanes": _POSITIVE,
     "planner.redundant_slots": _NOT_NEGATIVE,
@@ -373,6 +375,8 @@ def _check_values(values: Mapping[str, Any], origin: Mapping[str, str]) -> None:
             refuse("expert.weights", "expected auto, or expert.device other than cpu")
     elif values["expert.weights"] == "auto" and values["model.weights"] != "auto":
         refuse("expert.device", "expected cpu, model.weights = 'auto', or expert.weights as well")
+    if values["expert.device"] != "cpu" and values["expert.cpus"] not in (AUTO, ANY):
+        refuse("expert.cpus", f"expected {AUTO} or {ANY}, or expert.device = 'cpu'")
     if values["router.device"] != "cpu" and values["model.weights"] == "fp16":
         refuse("router.device", "expected cpu, or model.weights = 'auto' (bf16) or 'fp32'")
     if values["planner.cold_factor"] > values["planner.hot_factor"] / 2:

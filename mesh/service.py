@@ -7,7 +7,8 @@ API
     ``ExitCode``                   what the launcher and systemd see
 
     Flags: ``--config FILE``, ``--id ID``, ``--set section.key=value`` (repeatable),
-    ``--parent-pid PID`` (die with that launcher), ``--listen-fd FD`` (gateway).
+    ``--parent-pid PID`` (die with that launcher), ``--listen-fd FD`` (gateway),
+    ``--cpus LIST`` (expert).
 
 ``main(ctx)`` serves until ``ctx.stopping`` is set. SIGTERM means: leave without a loss. ``main``
 then does ``await ctx.until_drained(drained())``, which gives ``drained`` as long as it needs,
@@ -45,6 +46,7 @@ from structlog.typing import FilteringBoundLogger
 from mesh import logs, metrics
 from mesh.addresses import is_loopback
 from mesh.config import ConfigError, Effective, assignment, load, name_fault
+from mesh.cpus import parse_cpus
 from mesh.health import Health, health_path
 from mesh.links import LinkError, Net
 from mesh.messages import Role
@@ -86,6 +88,8 @@ class Context:
     """Where this process's metrics are served; for ``Hello.metrics``."""
     listen_fd: int = -1
     """Gateway: the bound socket that it inherited to listen on; -1: it binds its own."""
+    cpus: frozenset[int] = frozenset()
+    """Expert worker: its share of the host's CPUs where ``expert.cpus`` is auto; empty: none."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """The service is to leave."""
     at_once: asyncio.Event = field(default_factory=asyncio.Event)
@@ -233,6 +237,7 @@ async def _serve(
             log=log,
             metrics_url=metrics_url,
             listen_fd=flags.listen_fd,
+            cpus=flags.cpus,
             host=settings.network.host_id or socket.gethostname(),
         )
         beats = asyncio.ensure_future(ctx.health.run())
@@ -316,6 +321,13 @@ def _parse(role: Role, argv: Sequence[str]) -> argparse.Namespace:
         metavar="FD",
         help="gateway: listen on this inherited socket instead of gateway.port",
     )
+    parser.add_argument(
+        "--cpus",
+        type=_cpus,
+        default=frozenset(),
+        metavar="LIST",
+        help="expert: its share of the CPUs, where expert.cpus is auto",
+    )
     return parser.parse_args(argv)
 
 
@@ -323,6 +335,13 @@ def _id(text: str) -> str:
     if fault := name_fault(text):
         raise argparse.ArgumentTypeError(fault)
     return text
+
+
+def _cpus(text: str) -> frozenset[int]:
+    try:
+        return parse_cpus(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected CPUs, such as 0-3,8") from None
 
 
 def _allow_open_files() -> None:

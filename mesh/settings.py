@@ -188,6 +188,14 @@ class ExpertSettings(_Section, frozen=True, kw_only=True):
     model.weights = "auto", which otherwise speaks of routers alone."""
     threads: int = 1
     """Threads of the grouped FFN."""
+    cpus: str = "auto"
+    """The CPUs on which a worker computes that has no device; what else it does goes anywhere. Left
+    to itself, Linux often wakes several workers on one core beside an idle one; a bound one waits
+    for its CPU when another program takes it. auto: ``moemesh up`` divides the CPUs that it may use
+    evenly among its workers as they start, if there are several, and no more of them than CPUs; one
+    whose share has fewer CPUs than ``threads`` is not bound, nor one that was started otherwise.
+    any: not bound. Else CPUs as taskset and systemd list them, 0-3,8, for each worker that reads
+    this."""
     slots_per_layer: int = 0
     """Most slots per MoE layer that a worker offers. 0: as many as the planner gives it."""
     speed: float = 1.0

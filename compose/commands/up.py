@@ -99,6 +99,7 @@ def up(
             overrides=source.overrides(flags),
             python=sys.executable,
             parent_pid=os.getpid(),
+            cpus=os.sched_getaffinity(0),
         )
         specs = recipe.specs(fds)
         check_keys(settings, specs)

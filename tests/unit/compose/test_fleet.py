@@ -23,7 +23,9 @@ class Scene:
 
     def __init__(self, **counts: int) -> None:
         settings = Settings(mesh=MeshSettings(**counts))
-        self.recipe = Recipe(settings, config=None, overrides={}, python="py", parent_pid=1)
+        self.recipe = Recipe(
+            settings, config=None, overrides={}, python="py", parent_pid=1, cpus=range(6)
+        )
         self.present = {spec.id: spec for spec in self.recipe.specs()}
         self.diary: list[str] = []
         self.drained: set[str] = set()
@@ -96,6 +98,14 @@ def test_what_is_new_is_there_before_anything_leaves_and_workers_are_empty_befor
     ]  # fmt: skip
     assert scene.recipe.counts == {"planner": 1, "expert": 1, "router": 2, "gateway": 1}
     assert scene.do(Scale(counts={"router": 2})) == []
+
+
+def test_new_workers_take_their_part_of_the_cpus_among_all_that_are_to_be():
+    scene = Scene(experts=2)
+    scene.do(Scale(counts={"expert": 3}))
+    assert [scene.present[f"expert-{index}"].argv[-1] for index in range(3)] == [
+        "0-2", "3-5", "4-5",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

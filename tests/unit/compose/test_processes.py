@@ -3,7 +3,7 @@ from pathlib import Path
 import msgspec
 
 from compose.processes import STOP_ORDER, Recipe, endpoints, member_index
-from mesh.settings import GatewaySettings, MeshSettings, Settings
+from mesh.settings import ExpertSettings, GatewaySettings, MeshSettings, Settings
 
 
 def recipe(settings: Settings, **keywords):
@@ -57,6 +57,32 @@ def test_a_planner_started_after_a_change_of_scale_waits_for_as_many_workers():
     changed.counts["expert"] = 5
     assert "mesh.experts=5" in changed.spec("planner", 0).argv
     assert member_index(changed.spec("expert", 12).id) == 12
+
+
+def cpus_of(spec):
+    return spec.argv[spec.argv.index("--cpus") + 1] if "--cpus" in spec.argv else ""
+
+
+def test_workers_divide_the_cpus_and_nobody_else_gets_any():
+    made = specs(Settings(), cpus={0, 1, 2, 5})
+    assert {spec.id: cpus for spec in made if (cpus := cpus_of(spec))} == {
+        "expert-0": "0-1", "expert-1": "2,5",
+    }  # fmt: skip
+    assert not any(map(cpus_of, specs(Settings(), cpus={3})))
+
+
+def test_workers_that_are_told_where_to_compute_or_compute_elsewhere_divide_nothing():
+    for chosen in ({"cpus": "any"}, {"cpus": "0"}, {"device": "cuda"}, {"threads": 2}):
+        settings = Settings(expert=ExpertSettings(**chosen))
+        assert not any(map(cpus_of, specs(settings, cpus={0, 1})))
+
+
+def test_a_worker_that_comes_later_has_its_part_among_as_many_as_there_are_to_be():
+    changed = recipe(Settings(), cpus=range(6))
+    assert cpus_of(changed.spec("expert", 2, among=3)) == "4-5"
+    assert cpus_of(changed.spec("expert", 2)) == "0-2"  # it stands in for another
+    changed.counts["expert"] = 3
+    assert cpus_of(changed.spec("expert", 1)) == "2-3"
 
 
 def test_urls_name_an_address_that_a_client_on_this_host_reaches():

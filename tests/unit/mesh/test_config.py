@@ -110,6 +110,16 @@ def test_numbers_are_accepted_where_words_are_choices(tmp_path: Path) -> None:
             "[mesh]\nplanner = 'tcp://10.0.0.1:1'\n[security]\nallow_insecure = true\n",
             r"mesh\.broadcast = '' .*members on other hosts",
         ),
+        (
+            "[expert]\ncpus = '3-1'\n",
+            r"expert\.cpus = '3-1' .*expected auto, any, or CPUs, such as",
+        ),
+        ("[expert]\ncpus = ''\n", r"expert\.cpus = '' .*expected auto, any, or CPUs, such as"),
+        ("[expert]\ncpus = 3\n", r"expert\.cpus = 3 .*expected a string"),
+        (
+            "[expert]\ncpus = '0-3,8'\ndevice = 'cuda'\n",
+            r"expert\.cpus = '0-3,8' .*expected auto or any, or expert\.device = 'cpu'",
+        ),
         ("[security]\ncurve_dir = 'keys'\n", r"security\.curve_dir = 'keys' .*absolute path"),
         ("[mesh\n", r"is not TOML"),
     ],
