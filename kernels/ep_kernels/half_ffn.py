@@ -7,7 +7,6 @@ on themselves and their expert alone, as in ``ep_kernels.half``.
 from __future__ import annotations
 
 import ctypes
-from typing import Final
 
 import numpy as np
 import torch
@@ -19,13 +18,10 @@ from ep_kernels.plane import FloatArray, IntArray
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 
-MOST_ROWS: Final = 128
-"""Rows that pass through an expert together: beyond it they gain nothing, and take memory."""
-
 _library = load("half", keeps_lock=False)
 _expert = _library.moemesh_half_expert
 _expert.restype = None
-_expert.argtypes = (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER)
+_expert.argtypes = (_POINTER, _POINTER, _LONG, _POINTER)
 _ffn = _library.moemesh_half_ffn
 _ffn.restype = _LONG
 _ffn.argtypes = (
@@ -42,13 +38,13 @@ class _Bank(ctypes.Structure):
 class HalfExpert:
     """One FFN: ``x [n, hidden] fp32 -> [n, hidden]``. Immutable, thread-safe."""
 
-    __slots__ = ("_address", "_held", "_hidden", "_inner", "pointers")
+    __slots__ = ("_address", "_held", "_hidden", "pointers")
 
     def __init__(self, gate_up: HalfMatrix, down: HalfMatrix) -> None:
         """``gate_up [2 inner, hidden]``, gate first; ``down [hidden, inner]``."""
         assert gate_up.outputs == 2 * down.inputs, "gate and up are as wide as down's input"
         assert gate_up.inputs == down.outputs, "an FFN keeps the width"
-        self._hidden, self._inner = down.outputs, down.inputs
+        self._hidden = down.outputs
         self.pointers = (gate_up.address, down.address)
         """C's ``half_expert``."""
         at = (_POINTER * 2)(*self.pointers)
@@ -59,9 +55,8 @@ class HalfExpert:
         rows, hidden = x.shape
         assert hidden == self._hidden, "not a row of this FFN"
         assert x.is_contiguous(), "C reads rows as they lie"
-        most = min(rows, MOST_ROWS)
-        out, scratch = torch.empty((rows, hidden)), torch.empty(2 * self._inner * most)
-        _expert(self._address, x.data_ptr(), rows, most, scratch.data_ptr(), out.data_ptr())
+        out = torch.empty((rows, hidden))
+        _expert(self._address, x.data_ptr(), rows, out.data_ptr())
         return out
 
 

@@ -6,11 +6,12 @@ import torch
 from ep_kernels.bank import SlotEmptyError
 from ep_kernels.grouped_ffn import ExpertBank, reference_rows, reference_sum
 from ep_kernels.half import has_kernel
-from ep_kernels.half_ffn import MOST_ROWS
 
 pytestmark = pytest.mark.skipif(not has_kernel(), reason="this CPU has no fp16 kernel")
 
 HIDDEN, INNER, SLOTS = 320, 272, 6
+MOST_ROWS = 128
+"""That pass through an expert together."""
 
 
 def an_expert(scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -357,12 +357,15 @@ static void run_expert(const half_expert *is, const float *x, int64_t rows, floa
     products(is->down, 1, rows, scratch, 2 * inner, 0, out, hidden, 0);
 }
 
-/* One expert for x [rows, hidden] -> out [rows, hidden], most_rows at a time. */
-void moemesh_half_expert(const half_expert *is, const float *x, int64_t rows, int64_t most_rows,
-                         float *scratch, float *out) {
-    int64_t hidden = is->gate_up->inputs;
-    for (int64_t at = 0; at < rows; at += most_rows)
-        run_expert(is, x + at * hidden, rows - at < most_rows ? rows - at : most_rows, scratch,
+/* Rows that pass through an expert together: beyond it they gain nothing, and take memory. */
+enum { MOST_PASSING = 128 };
+
+/* One expert for x [rows, hidden] -> out [rows, hidden]. */
+void moemesh_half_expert(const half_expert *is, const float *x, int64_t rows, float *out) {
+    int64_t hidden = is->gate_up->inputs, most = rows < MOST_PASSING ? rows : MOST_PASSING;
+    float *scratch = scratch_memory(most * 2 * is->down->inputs);
+    for (int64_t at = 0; at < rows; at += most)
+        run_expert(is, x + at * hidden, rows - at < most ? rows - at : most, scratch,
                    out + at * hidden);
 }
 
@@ -375,9 +378,6 @@ typedef struct {
     const half_expert *experts;
     int64_t slots, hidden, inner;
 } half_bank;
-
-/* Rows that pass through an expert together: beyond it they gain nothing, and take memory. */
-enum { MOST_PASSING = 128 };
 
 /* The FFN of each pair's token x [tokens, hidden] by the expert in its slot. With weights: their
  * weighted sum by token -> out [tokens, hidden], added up in the order of slots; without: each
