@@ -11,8 +11,9 @@ The states and who decides them::
 
     joining, loading, ready, draining    the member's own word
     suspect     silent for suspect_after, or its connection closed; any word from it refutes this
-    dead        silent for dead_after, or not back within reconnect of a closed connection,
-                or its process ended, or another took its id; final for this incarnation
+    dead        silent for dead_after, or not back within reconnect of a closed connection (on the
+                planner's host), or its process ended, or another took its id; final for this
+                incarnation
     left        it said Goodbye; final for this incarnation
 
 An *incarnation* is the start time of a process. One that is dead or has left is fenced: nothing it
@@ -68,18 +69,24 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     tick_s: float
     """How often the planner sends ``Tick``."""
     reconnect_s: float = 1.0
-    """How long a member whose connection closed has to come back before it is dead."""
+    """How long a member whose connection closed has to come back before it is dead; on another
+    host, before it counts as silent. There a member opens its connection anew when the network is
+    cut, and the end of the old one may arrive long before the new one stands.
+    """
+    host_id: str = ""
+    """The planner's, as in ``Hello``."""
     forget_after_s: float = 60.0
     """How long the dead and the left stay visible."""
     max_members: int = 1024
 
     @classmethod
-    def of(cls, settings: PlannerSettings, model_digest: str) -> Rules:
+    def of(cls, settings: PlannerSettings, model_digest: str, host_id: str = "") -> Rules:
         return cls(
             model_digest=model_digest,
             suspect_after_s=settings.suspect_after_ms / 1000,
             dead_after_s=settings.dead_after_ms / 1000,
             tick_s=min(settings.heartbeat_ms, settings.suspect_after_ms / 6) / 1000,
+            host_id=host_id,
         )
 
 
@@ -94,7 +101,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     heard_s: float
     """When it last said something."""
     closed_s: float | None = None
-    """When its connection closed, if it has not been heard since."""
+    """When its connection closed, if it has not been heard since. None again once that is no more
+    than silence.
+    """
     final_s: float | None = None
     """When it died or left."""
     detail: str = ""
@@ -355,9 +364,13 @@ def _tick(membership: Membership, now_s: float, rules: Rules) -> Outcome:
             cause = f"silent for {silent_s:.1f} s"
             membership, lost = _end(membership, record, "dead", cause, now_s)
             effects.extend(lost)
-        elif away_s >= rules.reconnect_s:
+        elif away_s >= rules.reconnect_s and record.hello.host_id in {"", rules.host_id}:
             membership, lost = _end(membership, record, "dead", "connection closed", now_s)
             effects.extend(lost)
+        elif away_s >= rules.reconnect_s:
+            membership = _with(membership, msgspec.structs.replace(record, closed_s=None))
+            id_, incarnation = record.hello.id, record.hello.incarnation
+            effects.append(Changed(id_, incarnation, "suspect", "suspect"))
         elif silent_s >= rules.suspect_after_s and record.state != "suspect":
             suspect = msgspec.structs.replace(record, state="suspect")
             membership = _with(membership, suspect)

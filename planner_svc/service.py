@@ -195,7 +195,7 @@ async def main(ctx: Context) -> None:
     prices = Prices(expert_bytes=_expert_bytes(spec), bytes_per_s=settings.planner.move_bytes_per_s)
     coordinator = Coordinator(
         identity,
-        Rules.of(settings.planner, digest),
+        Rules.of(settings.planner, digest, host_id(settings)),
         rollout,
         LoadWindow(
             len(spec.moe_layers),

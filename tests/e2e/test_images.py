@@ -27,6 +27,6 @@ def test_images_are_small_and_serve_as_the_compose_file_says() -> None:
     assert figures["megabytes"]["gateway"] < 200
     assert figures["megabytes"]["planner"] < 200
     assert figures["dev_shm_files"] == 0
-    assert figures["left_in_run_dir"] == ["orders.json"]
+    assert figures["left_in_run_dir"] == []
     assert figures["tokens_of_two_hosts"] == 8
     assert figures["lanes_of_two_hosts"] == ["expert-a-0", "expert-b-0"]

@@ -165,6 +165,17 @@ def test_a_closed_connection_makes_a_suspect_at_once_then_dead(planner: Planner)
     assert planner.membership.members()[0].detail == "connection closed"
 
 
+def test_on_another_host_a_connection_that_stays_closed_is_silence(planner: Planner) -> None:
+    """When a cut is over, the end of the old connection may come seconds before the new one."""
+    far = _hello(host_id="far")
+    planner.on(far, _beat("ready"), Disconnected("expert-0", 1))
+    assert planner.wait(1.0) == [Changed("expert-0", 1, "suspect", "suspect")]
+    assert planner.wait(2.0) == []
+    assert planner.on(far) == (Admit("expert-0", 1), Changed("expert-0", 1, "suspect", "ready"))
+    planner.on(Disconnected("expert-0", 1))
+    assert Changed("expert-0", 1, "suspect", "dead") in planner.wait(5.0)
+
+
 def test_nobody_waits_for_a_process_that_has_ended(planner: Planner) -> None:
     planner.on(_hello(), _beat("ready"))
     gone = Disconnected("expert-0", 1, ended=True)

@@ -191,6 +191,21 @@ def test_a_lost_connection_makes_a_suspect_then_dead_and_survivors_take_its_expe
     assert not unserved(state.view.placement, ["e0"])
 
 
+def test_a_lost_connection_to_another_host_costs_a_worker_what_silence_does() -> None:
+    state = coordinator()
+    placed(state)
+    far = msgspec.structs.replace(hello("e1"), host_id="far")
+    state.received(b"e1", far, 0.9)
+    state.closed(b"e1", 1.0)
+    only_e0_speaks(state, 1.0, 2.4)
+    assert state.view.members[-1].state == "suspect"
+    assert state.view.placement is not None
+    assert not unserved(state.view.placement, ["e0"])
+    # It has opened another connection, as soon as the network let it.
+    obeyed(state, state.received(b"e1", far, 2.5), 2.5)
+    assert state.view.members[-1].state == "ready"
+
+
 def test_what_a_silent_worker_holds_is_placed_elsewhere_before_it_counts_as_dead() -> None:
     state = coordinator()
     before = placed(state)
