@@ -27,9 +27,9 @@ enum { OK = 1 };
 static int32_t *pairs_memory(int64_t pairs) {
     static _Thread_local int32_t *memory;
     static _Thread_local int64_t size;
-    if (pairs > size) {
+    if (pairs > size || !memory) {
         free(memory);
-        size = 2 * pairs;
+        size = 2 * pairs + 64;
         memory = malloc(3 * (size_t)size * sizeof *memory);
         if (!memory) abort(); /* some KiB: this machine cannot go on */
     }
