@@ -40,6 +40,7 @@ from router_svc.profile import LayerTimes, Phases, Times
 from router_svc.recorder import Recorder
 from router_svc.scheduler import InadmissibleError, Outcome, Scheduler, StepWork
 from router_svc.sequence import Sequence, stop_ids
+from router_svc.stall import AwakeClock
 from router_svc.step import StepResult, StepRunner
 from router_svc.tickets import LaneBytes, Tally
 
@@ -47,6 +48,8 @@ _MAX_COMMANDS = 8192
 _MAX_CANCELLATIONS = 16384
 _LEAST_ANSWER_TIMEOUT_S = 1.0
 _IDLE_WAIT_S = 5.0
+_MOST_BETWEEN_LOOKS_S = 0.5
+"""Of the time between two looks at what workers owe that counts; there are eight a second."""
 _RETRY_AFTER_S = 1.0
 _KV_SEQUENCES = 16
 _KV_MOST_BYTES = 1 << 30
@@ -132,7 +135,7 @@ class Engine:
             exact=exact,
             timeout_s=settings.expert_timeout_s,
             answer_timeout_s=answer_timeout_s(settings),
-            clock=clock,
+            clock=AwakeClock(clock, _MOST_BETWEEN_LOOKS_S),
             times=self.times,
             crew=crew,
             wire_bytes=_WIRE_BYTES[settings.wire],
