@@ -7,6 +7,7 @@ who waits for the device learns whether they came.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from time import perf_counter_ns, sleep
@@ -55,7 +56,9 @@ class Ranks:
         self._on_host = place.type == "cpu"
         backend = GlooBackend() if self._on_host else NcclBackend(place)
         try:
-            met = FileStore(f"/proc/self/fd/{store}", size)
+            # Never closed: the store opens it by this name once more at its own end, whenever that
+            # comes, and ends the process if it cannot.
+            met = FileStore(f"/proc/self/fd/{os.dup(store)}", size)
             met.set_timeout(timedelta(seconds=_LIMIT_S))
             self._group: Any = backend.make(met, rank, _HOST, _LIMIT_S, size)
         except RuntimeError as error:
