@@ -113,7 +113,14 @@ class Mesh:
         self._home.cleanup()
 
     def wait_ready(self, deadline_s: float = START_DEADLINE_S) -> None:
-        self.wait_for(lambda: self.get("/ready")[0] == 200, "the mesh to be ready", deadline_s)
+        """Until it serves and its launcher has seen that: a process that dies before then is one
+        that did not start, and is told of differently.
+        """
+        self.wait_for(
+            lambda: self.get("/ready")[0] == 200 and "ready after" in self.log.read_text(),
+            "the mesh to be ready",
+            deadline_s,
+        )
 
     def wait_for(self, condition: Any, what: str, deadline_s: float = 90.0) -> None:
         """Poll an observable condition until it holds or the deadline passes."""
