@@ -18,6 +18,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCES = (
     "planner_svc/native/plan.c",
+    "kernels/ep_kernels/native/ahead.c",
     "kernels/ep_kernels/native/attend.c",
     "kernels/ep_kernels/native/few.c",
     "kernels/ep_kernels/native/gate.c",

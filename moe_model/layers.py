@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from ep_kernels.few import FEW_TOKENS, FewDense
-from ep_kernels.half_ffn import half_expert
+from ep_kernels.half_ffn import HalfExpert, half_expert
 from ep_kernels.packed import Kind, pack_linear, serial_rows
 from torch.nn.functional import silu
 
@@ -32,6 +32,11 @@ class SwiGlu:
         self._few = None
         if not exact and 4 * 3 * gate.numel() <= FewDense.MOST_BYTES:
             self._few = FewDense(torch.cat([gate, up]), down)
+
+    @property
+    def half(self) -> HalfExpert | None:
+        """The same with fp16 weights as one call into C, if it has such."""
+        return self._half
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._few is not None and x.shape[0] <= FEW_TOKENS:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from ep_kernels.ahead import StepLayer
 from ep_kernels.few import FEW_TOKENS, FewGate, FewLatent
 from ep_kernels.latent import LatentDecode
 from ep_kernels.packed import PackedLinear, pack_linear
@@ -174,6 +175,22 @@ class RouterModel:
             group.visible,
             add=add,
         )
+
+    def step_layers(self) -> tuple[StepLayer, ...] | None:
+        """The layers as C goes through them for single tokens of sequences, all at once; None where
+        it cannot: weights in other than 16 bits, biases, grouped-query attention.
+        """
+        found = []
+        for number, parts in enumerate(self._layers):
+            ffn = parts.shared if parts.dense is None else parts.dense
+            half = None if ffn is None else ffn.half
+            if parts.decode is None or (ffn is not None and half is None):
+                return None
+            if parts.dense is None and parts.few_gate is None:
+                return None
+            norm = None if parts.dense is None else parts.ffn_norm
+            found.append(StepLayer(number, parts.decode, parts.few_gate, norm, half))
+        return tuple(found)
 
     def dense(self, layer: int, h: torch.Tensor) -> torch.Tensor:
         """``h`` plus the FFN of a layer that is no MoE layer."""

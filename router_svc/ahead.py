@@ -1,4 +1,4 @@
-"""Steps that the router's device goes through by itself, and when it may.
+"""Steps that the router's device, or on the CPU its C, goes through by itself, and when it may.
 
 Such a step is tried where nothing stands against it: only decodes, every expert with a lane whose
 worker is neither slow nor silent, nothing parked. It is a try: when an answer is stale or late, or
@@ -35,7 +35,7 @@ _SUM_BYTES = 4
 
 
 class Step(Protocol):
-    """See ``moe_model.device.ahead.AheadStep``."""
+    """See ``moe_model.device.ahead.AheadStep`` and ``moe_model.ahead.HostStep``."""
 
     @property
     def fault(self) -> str: ...
@@ -47,7 +47,10 @@ class Step(Protocol):
     def hidden(self) -> torch.Tensor: ...
 
     @property
-    def logits(self) -> torch.Tensor: ...
+    def logits(self) -> torch.Tensor | None: ...
+
+    @property
+    def spent(self) -> npt.NDArray[np.int64] | None: ...
 
     @property
     def ids(self) -> npt.NDArray[np.int32]: ...
@@ -57,7 +60,10 @@ class Step(Protocol):
 
 
 class StepsAhead(Protocol):
-    """What a device offers; see ``moe_model.device.ahead.DeviceAhead``."""
+    """See ``moe_model.device.ahead.DeviceAhead`` and ``moe_model.ahead.HostAhead``."""
+
+    on_device: bool
+    """Whether it is a device's, of which the host does not know what the layers take."""
 
     def fits(self, counts: Sequence[int]) -> bool: ...
 
@@ -66,6 +72,7 @@ class StepsAhead(Protocol):
     def run(
         self,
         plan: Any,
+        kv: Any,
         *,
         step: int,
         epoch: int,
@@ -116,9 +123,16 @@ class Ahead:
             return False
         return True
 
-    def run(self, plan: Any, decodes: bytes) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Final hidden states ``[n, hidden]`` and logits ``[n, vocab]`` on the device of a step
-        that ``may`` be tried, right after that said so; None where it has to be run another way.
+    @property
+    def on_device(self) -> bool:
+        return self._device is not None and self._device.on_device
+
+    def run(
+        self, plan: Any, kv: Any, decodes: bytes
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Final hidden states ``[n, hidden]`` and logits ``[n, vocab]``, if they were made too, of
+        a step that ``may`` be tried, right after that said so; None where it has to be run another
+        way.
         """
         device, experts, began = self._device, self._experts, perf_counter_ns()
         assert device is not None, "may said yes"
@@ -127,6 +141,7 @@ class Ahead:
             limit_s = experts.patience_s
             step = device.run(
                 plan,
+                kv,
                 step=experts.step,
                 epoch=experts.epoch,
                 limit_s=limit_s,
@@ -139,7 +154,10 @@ class Ahead:
             self._device = None
             return None
         took_ns = perf_counter_ns() - began
-        self._times.ahead_ns += took_ns
+        if step is None or step.fault or step.spent is None:
+            self._times.ahead_ns += took_ns
+        else:
+            self._experts.tally.away_ns += self._times.went_ahead(step.spent)
         if step is None:
             return None
         if step.fault:
@@ -158,20 +176,21 @@ class Ahead:
 
     def _count(self, step: Step, decodes: bytes) -> None:
         experts, ids, sent = self._experts, step.ids, step.sent
-        counts, num_experts = experts.counts, experts.counts.tokens.shape[1]
-        is_decode = np.frombuffer(decodes, dtype=np.bool_)
-        for layer, chosen in enumerate(ids):
-            counts.tokens[layer] += np.bincount(chosen.ravel(), minlength=num_experts)
-            of_decodes = chosen[is_decode].ravel()
-            counts.decodes[layer] += np.bincount(of_decodes, minlength=num_experts)
+        counts = experts.counts
+        tokens = _counted(ids, counts.tokens.shape[1])
+        counts.tokens += tokens
+        if 0 in decodes:
+            is_decode = np.frombuffer(decodes, dtype=np.bool_)
+            tokens = _counted(ids[:, is_decode], counts.tokens.shape[1])
+        counts.decodes += tokens
         hidden = step.hidden.shape[1]
         for rank, name in enumerate(experts.routes.ranks):
-            tokens, pairs = sent[:, rank].sum(0).tolist()
-            if not tokens:
+            rows, pairs = sent[:, rank].sum(0).tolist()
+            if not rows:
                 continue
             lane = experts.lane_bytes.setdefault(name, LaneBytes())
-            lane.sent += tokens * hidden * self._wire_bytes + pairs * PAIR_BYTES
-            lane.received += tokens * hidden * _SUM_BYTES
+            lane.sent += rows * hidden * self._wire_bytes + pairs * PAIR_BYTES
+            lane.received += rows * hidden * _SUM_BYTES
             own = experts.rank_pairs.setdefault(name, [0] * len(ids))
             for layer, of_layer in enumerate(sent[:, rank, 1].tolist()):
                 own[layer] += of_layer
@@ -189,3 +208,11 @@ class Ahead:
             reason = "what others serve goes to them"
             self._log.warning("worker.slow", peer=step.peer, reason=reason)
         self._pump()
+
+
+def _counted(ids: npt.NDArray[np.int32], num_experts: int) -> npt.NDArray[np.int64]:
+    """``[layers, ..]`` -> how often each expert is there ``[layers, experts]``."""
+    layers = ids.shape[0]
+    first = np.arange(layers).reshape(-1, 1) * num_experts
+    places = (ids.reshape(layers, -1) + first).ravel()
+    return np.bincount(places, minlength=layers * num_experts).reshape(layers, num_experts)

@@ -19,11 +19,14 @@ from typing import Literal, Protocol
 
 import msgspec
 from ep_kernels.plane import RouterPlane
+from ep_kernels.shm.router import ShmRouterPlane
 from ep_kernels.triton.device import INTERPRETER, Device, open_device
 
 from mesh.service import CannotServe, Context, ExitCode
+from mesh.settings import Settings
+from moe_model.ahead import host_ahead
 from moe_model.forward import ServedModel
-from moe_model.model import load_router_model
+from moe_model.model import RouterModel, load_router_model
 from moe_model.shard_model import load_shard
 from router_svc.ahead import StepsAhead
 from router_svc.follower import Assignment
@@ -31,6 +34,9 @@ from router_svc.group_model import GroupModel
 from router_svc.peers import FollowerLinks, GroupLost
 
 Progress = Callable[[float], None]
+
+_MOST_MATRIX_THREADS = 4
+"""By default: so many cores read about as fast as memory gives."""
 
 
 class Group(Protocol):
@@ -60,8 +66,9 @@ class Group(Protocol):
         """
 
     def steps_ahead(self, model: ServedModel, plane: RouterPlane) -> StepsAhead | None:
-        """Steps of the ``model`` that ``load`` has returned, over a ``symm`` plane, without the
-        host; None where they are not to be had. On the compute thread.
+        """Steps of the ``model`` that ``load`` has returned, over the ``plane``'s lanes, which a
+        device or C goes through by itself; None where they are not to be had. On the compute
+        thread.
         """
 
     async def close(self) -> None:
@@ -77,6 +84,7 @@ class Alone:
 
     def __init__(self, ctx: Context, path: Path) -> None:
         self._model = ctx.settings.model
+        self._settings = ctx.settings
         self._path = path
 
     async def start(self) -> None:
@@ -92,8 +100,12 @@ class Alone:
         )
 
     def steps_ahead(self, model: ServedModel, plane: RouterPlane) -> StepsAhead | None:
-        del model, plane
-        return None
+        assert isinstance(model, RouterModel), "what load returned"
+        if self._settings.network.data_plane not in {"auto", "shm"}:
+            return None
+        assert isinstance(plane, ShmRouterPlane), "both planes' routers are"
+        choice, shares = self._settings.router.replica_choice, matrix_threads(self._settings) > 1
+        return host_ahead(model, plane, choice=choice, shares=shares)
 
     async def close(self) -> None:
         pass
@@ -125,7 +137,8 @@ class OnDevice(Alone):
         from moe_model.device.model import DeviceModel  # noqa: PLC0415
 
         assert isinstance(model, DeviceModel), "what load returned"
-        assert isinstance(plane, SymmRouterPlane), "the symm plane"
+        if not isinstance(plane, SymmRouterPlane):
+            return None
         return DeviceAhead(model, plane, self.device)
 
 
@@ -263,6 +276,13 @@ class SeveralOnDevices(Several):
         return msgspec.structs.replace(
             super()._task(rank, link_fd), device=device, store_fd=self._store
         )
+
+
+def matrix_threads(settings: Settings) -> int:
+    """Threads of a router's products while none of its tokens is with the experts."""
+    router = settings.router
+    cores = len(os.sched_getaffinity(0)) // (settings.mesh.routers * router.tp)
+    return max(router.matrix_threads or min(cores, _MOST_MATRIX_THREADS), router.threads)
 
 
 def device_weights(weights: str) -> Literal["auto", "fp32"]:

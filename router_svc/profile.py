@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from ep_kernels.ahead import Kind
 
 from mesh.layer_groups import LayerGroups
 from mesh.metrics import REQUEST_SECONDS, Buckets
@@ -104,6 +107,28 @@ class Times:
         own = [span for span in self.spans if span[1] > begin_ns]
         self.idle_ns += uncovered_ns(begin_ns, end_ns, [*parts, *own])
         self.away_to_ns = end_ns
+
+    def went_ahead(self, spent: npt.NDArray[np.int64]) -> int:
+        """Note what the layers of a step took, ``[layers, kinds]`` as ``ep_kernels.ahead`` has
+        them; returns how long its tokens were with the experts.
+        """
+        of = self.layers.groups.of
+        for layer, kinds in enumerate(spent.tolist()):
+            attention, gate, route, copy, signal, shared, wait, combine, idle = kinds
+            send, group = route + copy + signal, of(layer)
+            self.attention_ns += attention
+            self.gate_ns += gate
+            self.send_ns += send
+            self.shared_ns += shared
+            self.wait_ns += wait
+            self.combine_ns += combine
+            self.idle_ns += idle
+            self.layers.compute[group] += attention + gate + shared
+            self.layers.dispatch[group] += send
+            self.layers.wait[group] += wait
+            self.layers.combine[group] += combine
+        moe = spent[spent[:, Kind.GATE] > 0]
+        return int(moe[:, Kind.ROUTE : Kind.COMBINE].sum())
 
     @property
     def python_ns(self) -> int:

@@ -9,7 +9,6 @@ worker it says so, and what it has taken waits.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from ep_kernels.plane import LaneShape, PlaneError
 from ep_kernels.planes import check_plane, router_plane
 from ep_kernels.shm.layout import lay_out
-from ep_kernels.triton.device import INTERPRETER, DeviceUnavailable
+from ep_kernels.triton.device import DeviceUnavailable
 
 from mesh.hosts import advertised, host_id
 from mesh.links import ServerLink
@@ -51,7 +50,14 @@ from moe_model.shipped import checkpoint_dir
 from moe_model.spec import ModelSpec, load_spec, serving_digest
 from router_svc.engine import Engine, answer_timeout_s
 from router_svc.exchange import EngineBusyError, Results
-from router_svc.group import Alone, Group, OnDevice, Several, SeveralOnDevices
+from router_svc.group import (
+    Alone,
+    Group,
+    OnDevice,
+    Several,
+    SeveralOnDevices,
+    matrix_threads,
+)
 from router_svc.lanes import reach
 from router_svc.loads import Loads
 from router_svc.metrics import RouterCollector
@@ -68,8 +74,6 @@ _RETRY_AFTER_S = 1.0
 _DRAIN_LOOK_S = 0.05
 _RING_SLOTS_PER_MICRO_BATCH = 2
 """Two, so that a prompt chunk of twice the capacity of a message goes out without waiting."""
-_MOST_MATRIX_THREADS = 4
-"""By default: so many cores read about as fast as memory gives."""
 
 _OWN = b""
 """Owner of the router's own sequences; ZeroMQ never names a peer so."""
@@ -254,7 +258,7 @@ class Router:
         except PlaneError as error:
             raise CannotServe(str(error)) from error
         ahead = None
-        if network.data_plane == "symm" and goes_ahead(ctx.settings):
+        if goes_ahead(ctx.settings):
             ahead = self._group.steps_ahead(model, plane)
         return Engine(
             model,
@@ -265,7 +269,7 @@ class Router:
             changed=lambda: self._in_loop(self._engine_changed),
             log=ctx.log,
             reach=reach(network.data_plane, host_id(ctx.settings)),
-            matrix_threads=_matrix_threads(ctx.settings),
+            matrix_threads=matrix_threads(ctx.settings),
             near="symm" if network.data_plane == "symm" else "shm",
             ahead=ahead,
         )
@@ -452,19 +456,14 @@ def lane_shape(settings: Settings, spec: ModelSpec) -> LaneShape:
 
 
 def goes_ahead(settings: Settings) -> bool:
-    """Whether a router's device is to go through steps by itself, where it can."""
+    """Whether a router is to go through steps by itself, where it can."""
     ours, theirs = (
         "cuda:0" if device == "cuda" else device
         for device in (settings.router.device, settings.expert.device)
     )
     chosen = settings.router.ahead
-    return chosen == "on" or (chosen == "auto" and (ours != theirs or ours == INTERPRETER))
-
-
-def _matrix_threads(settings: Settings) -> int:
-    router = settings.router
-    cores = len(os.sched_getaffinity(0)) // (settings.mesh.routers * router.tp)
-    return max(router.matrix_threads or min(cores, _MOST_MATRIX_THREADS), router.threads)
+    shares_gpu = ours == theirs and ours.startswith("cuda")
+    return chosen == "on" or (chosen == "auto" and not shares_gpu)
 
 
 def router_group(ctx: Context, path: Path, spec: ModelSpec) -> Group:

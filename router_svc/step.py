@@ -106,13 +106,17 @@ class StepRunner:
             self._kv.clear(work.tails)
         result = StepResult()
         tokens = sum(chunk.count for chunk in chunks)
-        if self._goes_ahead(chunks, result):
-            times.tokens += tokens
-            return result
         attention_ns, away_ns = times.attention_side_ns, self._experts.tally.away_ns
-        parts = split_chunks(chunks, self._fixed or self._rule.choose(tokens, len(chunks)))
-        batches = [_MicroBatch(i, part, self._layers(part)) for i, part in enumerate(parts)]
-        whole = True
+        count = self._fixed or self._rule.choose(tokens, len(chunks))
+        ahead = self._ahead_of(chunks, count)
+        if ahead is not None and self._goes_ahead(ahead, chunks, result):
+            # What a device's layers take is not known.
+            parts, whole = [chunks], not ahead.on_device
+            batches: list[_MicroBatch] = []
+        else:
+            # A step that was tried in vain took longer than one does.
+            parts, whole = split_chunks(chunks, count), ahead is None
+            batches = [_MicroBatch(i, part, self._layers(part)) for i, part in enumerate(parts)]
         while batches:
             advanced = False
             for batch in tuple(batches):
@@ -143,15 +147,21 @@ class StepRunner:
             )
         return result
 
-    def _goes_ahead(self, chunks: list[Chunk], result: StepResult) -> bool:
-        """Run all of a step as one micro-batch without the host, if it may and nothing comes in
-        between.
+    def _ahead_of(self, chunks: list[Chunk], micro_batches: int) -> Ahead | None:
+        """What tries all of a step as one micro-batch, if it may: a device in any case, C only
+        where it would be one anyway.
         """
         ahead = self._ahead
-        if ahead is None or not ahead.may(chunks):
-            return False
-        computed = ahead.run(self._plan(chunks), _decodes(chunks))
+        if ahead is None or (micro_batches > 1 and not ahead.on_device):
+            return None
+        return ahead if ahead.may(chunks) else None
+
+    def _goes_ahead(self, ahead: Ahead, chunks: list[Chunk], result: StepResult) -> bool:
+        """Run it, if nothing comes in between."""
+        self._crew.share()
+        computed = ahead.run(self._plan(chunks), self._kv, _decodes(chunks))
         if computed is None:
+            self._crew.keep()
             return False
         hidden, logits = computed
         self._finish(0, chunks, hidden, result, logits)

@@ -135,9 +135,11 @@ class _Gate(ctypes.Structure):
 
 
 class FewGate:
-    """The norm before a layer's experts, and the gate. One thread at a time."""
+    """The norm before a layer's experts, and the gate. One thread at a time. ``address`` is C's
+    ``few_gate``.
+    """
 
-    __slots__ = ("_address", "_call", "_held", "_top_k")
+    __slots__ = ("_call", "_held", "address", "top_k")
 
     def __init__(
         self, norm: torch.Tensor, epsilon: float, weight: torch.Tensor, choose: GateKernel
@@ -156,8 +158,8 @@ class FewGate:
             weight.shape[1],
         )
         self._held = (gate, kept)
-        self._address = ctypes.addressof(gate)
-        self._top_k = choose.top_k
+        self.address = ctypes.addressof(gate)
+        self.top_k = choose.top_k
         self._call = load("few").moemesh_few_gate
         self._call.restype = None
         self._call.argtypes = (_POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER)
@@ -169,10 +171,10 @@ class FewGate:
         assert h.is_contiguous(), "C reads it as it lies"
         tokens = h.shape[0]
         x = torch.empty(h.shape)
-        experts = torch.empty((tokens, self._top_k), dtype=torch.int32)
-        weights = torch.empty((tokens, self._top_k))
+        experts = torch.empty((tokens, self.top_k), dtype=torch.int32)
+        weights = torch.empty((tokens, self.top_k))
         self._call(
-            self._address,
+            self.address,
             h.data_ptr(),
             tokens,
             x.data_ptr(),

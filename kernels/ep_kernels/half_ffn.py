@@ -36,9 +36,11 @@ class _Bank(ctypes.Structure):
 
 
 class HalfExpert:
-    """One FFN: ``x [n, hidden] fp32 -> [n, hidden]``. Immutable, thread-safe."""
+    """One FFN: ``x [n, hidden] fp32 -> [n, hidden]``. Immutable, thread-safe. ``address`` is C's
+    ``half_expert``.
+    """
 
-    __slots__ = ("_address", "_held", "_hidden", "pointers")
+    __slots__ = ("_held", "_hidden", "address", "pointers")
 
     def __init__(self, gate_up: HalfMatrix, down: HalfMatrix) -> None:
         """``gate_up [2 inner, hidden]``, gate first; ``down [hidden, inner]``."""
@@ -46,9 +48,9 @@ class HalfExpert:
         assert gate_up.inputs == down.outputs, "an FFN keeps the width"
         self._hidden = down.outputs
         self.pointers = (gate_up.address, down.address)
-        """C's ``half_expert``."""
+        """What stands there."""
         at = (_POINTER * 2)(*self.pointers)
-        self._address = ctypes.addressof(at)
+        self.address = ctypes.addressof(at)
         self._held = (gate_up, down, at)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +58,7 @@ class HalfExpert:
         assert hidden == self._hidden, "not a row of this FFN"
         assert x.is_contiguous(), "C reads rows as they lie"
         out = torch.empty((rows, hidden))
-        _expert(self._address, x.data_ptr(), rows, out.data_ptr())
+        _expert(self.address, x.data_ptr(), rows, out.data_ptr())
         return out
 
 

@@ -36,7 +36,9 @@ class _Layer(ctypes.Structure):
     )
 
 
-class _Step(ctypes.Structure):
+class StepFields(ctypes.Structure):
+    """C's ``latent_step``."""
+
     _fields_ = (
         *((name, _POINTER) for name in ("query_turn", "key_turn", "at")),
         *((name, _POINTER) for name in ("blocks", "offset", "skip", "keys", "cache")),
@@ -58,9 +60,11 @@ _attend.argtypes = (_POINTER, _POINTER, _POINTER, _LONG, _NUMBER, _POINTER)
 
 
 class LatentDecode:
-    """Norm and attention of one layer, for single tokens of any sequences. Thread-safe."""
+    """Norm and attention of one layer, for single tokens of any sequences. Thread-safe.
+    ``address`` is C's ``latent_layer``.
+    """
 
-    __slots__ = ("_address", "_held", "_hidden", "_query", "_rotary")
+    __slots__ = ("_held", "_hidden", "_query", "_rotary", "address")
 
     def __init__(
         self,
@@ -92,7 +96,7 @@ class LatentDecode:
             *(norm.epsilon, out.outputs, rows.query, heads, nope, latent, rotary),
             value_up.outputs,
         )
-        self._address = ctypes.addressof(layer)
+        self.address = ctypes.addressof(layer)
         self._held = (norm, first, rows, query, key_up, value_up, out, layer)
 
     def __call__(
@@ -118,16 +122,14 @@ class LatentDecode:
         assert h.is_contiguous(), "C reads rows as they lie"
         assert query_turn.shape[-1] == self._query // 2, "a turn for each pair of a query"
         assert key_turn.shape[-1] == self._rotary // 2, "a turn for each pair of a key"
-        step = _Step(
+        step = StepFields(
             *(query_turn.data_ptr(), key_turn.data_ptr(), at.data_ptr()),
             *(visible.blocks.data_ptr(), visible.offset.data_ptr()),
             *(visible.skip.data_ptr(), visible.keys.data_ptr()),
             *(cache.data_ptr(), cache.stride(0), cache.shape[0], block_size),
         )
         out = torch.empty((rows, hidden))
-        bad = _attend(
-            self._address, ctypes.addressof(step), h.data_ptr(), rows, add, out.data_ptr()
-        )
+        bad = _attend(self.address, ctypes.addressof(step), h.data_ptr(), rows, add, out.data_ptr())
         if bad >= 0:
             raise IndexError(f"cache row {int(at[bad])} is not in 0 to {cache.shape[0] - 1}")
         return out

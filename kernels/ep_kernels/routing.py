@@ -110,6 +110,15 @@ class _Layer(ctypes.Structure):
     )
 
 
+class RouteCalls(NamedTuple):
+    """Addresses of what ``native/route.c`` is called with, and of where it writes."""
+
+    table: int
+    layers: tuple[int, ...]
+    message: int
+    block: int
+
+
 class PairRouter:
     """Routes the pairs of all layers by one set of places. One thread calls it."""
 
@@ -213,6 +222,18 @@ class PairRouter:
             out.append(Message(rank, PairBlock(data, rows, number, address + 4 * begin)))
         lost = self._num_nowhere.value
         return out, self._nowhere[:lost].copy() if lost else None
+
+    def lend(self, pairs: int) -> RouteCalls:
+        """For C, which routes up to so many pairs at a time by itself; valid until ``route``."""
+        if pairs > self._room:
+            self._make_room(pairs)
+        (block,) = self._give(np.int32, block=_BLOCK_INTS * self._room)
+        return RouteCalls(
+            self._table_address,
+            tuple(self._layer_addresses),
+            _address(self._message, np.int32),
+            _address(block, np.int32),
+        )
 
     def _make_room(self, pairs: int) -> None:
         self._room = 1 << (pairs - 1).bit_length()

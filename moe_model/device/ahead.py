@@ -45,6 +45,8 @@ class AheadStep:
     """``[n, hidden]`` on the device, valid until the next step."""
     logits: torch.Tensor
     """``[n, vocab]`` fp32 on the device, the caller's to change until the next step."""
+    spent: None
+    """The host knows nothing of a device's layers."""
     ids: npt.NDArray[np.int32]
     """``[moe layers, n, top_k]``: experts."""
     sent: npt.NDArray[np.int32]
@@ -86,6 +88,8 @@ class _Frame:
 class DeviceAhead:
     """Steps of ``model`` over the lanes of ``plane``. On the thread that computes."""
 
+    on_device: bool = True
+
     def __init__(self, model: DeviceModel, plane: SymmRouterPlane, device: Device) -> None:
         """``device``: the model's."""
         self._model = model
@@ -115,6 +119,7 @@ class DeviceAhead:
     def run(
         self,
         plan: DevicePlan,
+        kv: object,
         *,
         step: int,
         epoch: int,
@@ -125,6 +130,7 @@ class DeviceAhead:
         messages; an answer is waited for ``limit_s``. ``launched`` is called when the device has
         its work. None, and nothing was done, where a lane is not to be had. Raises ``DeviceHung``.
         """
+        del kv  # a frame knows its cache
         plane, device, routes = self._plane, self._device, self._routes
         loan = plan.loan
         assert loan is not None, "only what a frame holds"
@@ -160,6 +166,7 @@ class DeviceAhead:
             peer=self._ranks[verdict.lane] or "",
             hidden=own.hidden[:count],
             logits=own.logits[:count],
+            spent=None,
             ids=ids[:, :count].numpy(),
             sent=sent.numpy(),
         )

@@ -106,6 +106,8 @@ class _Word:
         self._address = ctypes.addressof(self._cell)
         self._values = memoryview(mapping)[:4].cast("I")
         self._asleep_on = memoryview(mapping)[4:8].cast("i")
+        self.asleep_on_address = self._address + 4
+        """Of the CPU that stands beside the word, for C."""
 
     def _write(self, value: int, wake: Any = _wake_call) -> None:
         self._values[0] = value
@@ -133,16 +135,28 @@ def ring_all(bells: Sequence[Signal]) -> None:
         bell.ring()
 
 
+class _Rung(ctypes.Structure):
+    """``bell`` of ``native/ahead.c``: whoever rings, Python or C, counts on."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("word", "asleep_on")),
+        *((name, ctypes.c_uint32) for name in ("base", "count")),
+    )
+
+
 class Bell(_Word):
-    """A peer's doorbell. Takes over ``fd``; ``sender`` is this process's index with that peer."""
+    """A peer's doorbell. Takes over ``fd``; ``sender`` is this process's index with that peer.
+    ``at`` is the address of C's ``bell``.
+    """
 
     def __init__(self, fd: int, sender: int) -> None:
         if not 0 < sender < MAX_SENDERS:
             os.close(fd)
             raise PlaneError(f"sender index {sender} is not in 1..{MAX_SENDERS - 1}")
         super().__init__(fd)
-        self._base = sender << _COUNTER_BITS
-        self._counter = itertools.count(1)
+        base = sender << _COUNTER_BITS
+        self._rung = _Rung(self._address, self.asleep_on_address, base, 0)
+        self.at = ctypes.addressof(self._rung)
 
     @property
     def wakes_on(self) -> int:
@@ -150,7 +164,9 @@ class Bell(_Word):
 
     def ring(self) -> None:
         """Tell the peer that something was published. Never blocks, whatever the peer does."""
-        self._write(self._base | (next(self._counter) & _COUNTER_MASK))
+        rung = self._rung
+        rung.count += 1
+        self._write(rung.base | (rung.count & _COUNTER_MASK))
 
 
 class Doorbell(_Word):
@@ -160,7 +176,7 @@ class Doorbell(_Word):
         self.fd = memory.create(name, BELL_BYTES)
         super().__init__(os.dup(self.fd))
         self._counter = itertools.count(1)
-        self._spin_ns = spin_ns if (os.cpu_count() or 1) > 1 else 0
+        self.spin_ns = spin_ns if (os.cpu_count() or 1) > 1 else 0
         self._rest = 0
         self._next_rest = 1
         self._timeout = _Timespec()
@@ -182,7 +198,7 @@ class Doorbell(_Word):
         """Return once the word differs from ``seen``, after ``timeout_s``, or on a signal."""
         if self._values[0] != seen or timeout_s <= 0:
             return
-        if self._spin_ns and self._spin(seen, timeout_s):
+        if self.spin_ns and self._spin(seen, timeout_s):
             return
         timeout_s = min(timeout_s, _LONGEST_SLEEP_S)
         whole = int(timeout_s)
@@ -206,7 +222,7 @@ class Doorbell(_Word):
             return False
         values, now = self._values, time.perf_counter_ns
         preempted = resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
-        deadline = now() + min(self._spin_ns, int(timeout_s * 1e9))
+        deadline = now() + min(self.spin_ns, int(timeout_s * 1e9))
         while values[0] == seen:
             if now() >= deadline:
                 self._back_off()

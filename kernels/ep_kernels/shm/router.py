@@ -7,10 +7,13 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import ClassVar
+
+import torch
 
 from ep_kernels.plane import (
     Answer,
@@ -81,6 +84,16 @@ class RouterLane:
         self.next_sequence = 1
 
 
+@dataclass(slots=True, eq=False)
+class Taken:
+    """A ring slot of each of some lanes, for the messages of one step; None for ranks that are not
+    asked.
+    """
+
+    lanes: list[tuple[RouterLane, RingSlot, int] | None]
+    """With the sequence of the first message."""
+
+
 class ShmRouterPlane:
     """``RouterPlane`` over shared memory.
 
@@ -123,6 +136,8 @@ class ShmRouterPlane:
         self._tickets = itertools.count(1)
         self._to_ring: dict[Signal, None] | None = None
         self._closed = False
+        self._abort = self._new_abort_word()
+        self._abort_word = self._abort.numpy()
         self.corrupt_lanes = 0
         self.copy_ns = 0
         self.signal_ns = 0
@@ -273,6 +288,80 @@ class ShmRouterPlane:
             out = slot.out.first(message.rows)
             answers.append(Answer(lane.peer, message.ticket, status, out, began_ns, compute_ns))
 
+    # -------------------------------------------------------------- steps that send by themselves
+
+    @property
+    def shape(self) -> LaneShape:
+        """Of its lanes."""
+        return self._shape
+
+    @property
+    def doorbell(self) -> Doorbell:
+        """Rung by workers that have answered."""
+        return self._doorbell
+
+    def in_memory(self, peers: Iterable[str]) -> bool:
+        """Whether the lanes to these peers, as far as there are any, are in shared memory."""
+        lanes = (self._lanes.get(peer) for peer in peers)
+        return all(lane is None or isinstance(lane.bell, Bell) for lane in lanes)
+
+    def take(self, peers: Sequence[str | None], messages: int) -> Taken | None:
+        """A ring slot of the lane to each of ``peers`` (None: there is none to it), through which
+        C or a device of this process may send so many messages, one after the other, until
+        ``give_back``. None where a lane is missing, not in shared memory, or has no free slot.
+        """
+        self._abort_word[0] = 0
+        lanes = [None if peer is None else self._lanes.get(peer) for peer in peers]
+        if any(
+            peer is not None and (lane is None or not lane.free or not isinstance(lane.bell, Bell))
+            for peer, lane in zip(peers, lanes, strict=True)
+        ):
+            return None
+        return Taken([None if lane is None else self._lend(lane, messages) for lane in lanes])
+
+    def give_back(self, taken: Taken, corrupt: int = -1) -> None:
+        """Whoever sent through what was taken is done: nothing of it waits or sends any more. Slots
+        whose last message was not answered come free when it is, as an answer to a ticket that
+        nobody knows. ``corrupt``: the lane over which nonsense came, which is dropped.
+        """
+        acquire()
+        for index, entry in enumerate(taken.lanes):
+            if entry is None:
+                continue
+            lane, slot, first = entry
+            if self._lanes.get(lane.peer) is not lane:
+                continue
+            sent = lane.memory.request_flags[slot.index]
+            if index == corrupt:
+                self.corrupt_lanes += 1
+                self._lose(lane, f"the answer to message {sent} is none: {slot.answer_header()}")
+            elif sent < first or lane.memory.answer_flags[slot.index] == sent:
+                lane.free.append(slot)
+            else:
+                rows = slot.read_request().tokens
+                lane.in_flight.append(InFlight(slot, sent, rows, next(self._tickets)))
+
+    def abort(self) -> None:
+        """Have who waits for answers to what was taken, now or until the next ``take``, give up."""
+        self._abort_word[0] = 1
+        self._doorbell.ring()
+
+    @property
+    def abort_address(self) -> int:
+        """Of an int64 that is not 0 after ``abort``, and once a lane is gone that was open at the
+        last ``take``.
+        """
+        return self._abort.data_ptr()
+
+    def _new_abort_word(self) -> torch.Tensor:
+        """``[1]`` int64, 0."""
+        return torch.zeros(1, dtype=torch.int64)
+
+    def _lend(self, lane: RouterLane, messages: int) -> tuple[RouterLane, RingSlot, int]:
+        first = lane.next_sequence
+        lane.next_sequence += messages
+        return lane, lane.free.pop(), first
+
     # -------------------------------------------------------------- opening and losing a lane
 
     def _open(
@@ -349,6 +438,7 @@ class ShmRouterPlane:
         self._senders.discard(lane.sender)
         self._watcher.forget(lane.connection)
         lane.close()
+        self.abort()
 
     def _take_sender(self, peer: str) -> int:
         with self._lock:

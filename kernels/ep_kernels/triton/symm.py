@@ -28,11 +28,12 @@ import torch
 
 from ep_kernels.plane import LaneShape, Part, PlaneError
 from ep_kernels.shm import memory
+from ep_kernels.shm import router as shm
 from ep_kernels.shm.doorbell import SPIN_NS
 from ep_kernels.shm.expert import ShmExpertPlane
-from ep_kernels.shm.lane import LaneMemory, RingSlot, acquire, publish_part
+from ep_kernels.shm.lane import LaneMemory, RingSlot, publish_part
 from ep_kernels.shm.layout import LaneLayout, lay_out_apart
-from ep_kernels.shm.router import InFlight, RouterLane, ShmRouterPlane
+from ep_kernels.shm.router import ShmRouterPlane
 from ep_kernels.triton.all_to_all.plan import Lists
 from ep_kernels.triton.all_to_all.symmetric import SymmetricBuffer, attach_shared, create_shared
 from ep_kernels.triton.device import Device, wait_for
@@ -225,13 +226,11 @@ class SymmMemory(LaneMemory):
 
 
 @dataclass(slots=True, eq=False)
-class Taken:
-    """A ring slot of each of some lanes, for the messages of one step. ``fields`` is int64
-    ``[FIELDS, lanes]``; of peers that are not asked for zeros.
+class Taken(shm.Taken):
+    """As kernels know them: ``fields`` is int64 ``[FIELDS, lanes]``; of peers that are not asked
+    for zeros.
     """
 
-    lanes: list[tuple[RouterLane, RingSlot, int] | None]
-    """With the sequence of the first message."""
     fields: np.ndarray
 
 
@@ -256,28 +255,9 @@ class SymmRouterPlane(ShmRouterPlane):
     ) -> None:
         self._device = device
         self._shared = shared_memory(device)
-        # Read by kernels while they wait, so it is host memory.
-        self._abort = torch.zeros(1, dtype=torch.int64, pin_memory=device.place.type == "cuda")
-        self._abort_word = self._abort.numpy()
         self._steps = 0
         self._out_of_reach = False
         super().__init__(router_id, incarnation, shape, _own(digest, device), spin_ns=spin_ns)
-
-    @property
-    def shape(self) -> LaneShape:
-        """Of its lanes."""
-        return self._shape
-
-    def abort(self) -> None:
-        """Have kernels that wait for answers, now or until the next ``take``, give up."""
-        self._abort_word[0] = 1
-
-    @property
-    def abort_address(self) -> int:
-        """Of an int64 that is not 0 after ``abort``, and once a lane is gone that was open at the
-        last ``take``.
-        """
-        return self._abort.data_ptr()
 
     @property
     def pair_stride(self) -> int:
@@ -285,71 +265,49 @@ class SymmRouterPlane(ShmRouterPlane):
         return self._layout.pair_array_bytes
 
     def take(self, peers: Sequence[str | None], messages: int) -> Taken | None:
-        """A ring slot of the lane to each of ``peers`` (None: there is none to it), through which
-        this process's device may send so many messages, one after the other, until ``give_back``.
-        Their workers look for them meanwhile, though nobody rings. None where a lane is missing,
-        has no free slot, or its host memory is out of the device's reach.
+        """As ``ShmRouterPlane``, for this process's device. Workers look for its messages until
+        ``give_back``, though nobody rings. None too where a lane's host memory is out of the
+        device's reach.
         """
-        self._abort_word[0] = 0
-        lanes = [None if peer is None else self._lanes.get(peer) for peer in peers]
-        if self._out_of_reach or any(
-            peer is not None and (lane is None or not lane.free)
-            for peer, lane in zip(peers, lanes, strict=True)
-        ):
+        if self._out_of_reach:
+            return None
+        taken = super().take(peers, messages)
+        if taken is None:
             return None
         fields = np.zeros((FIELDS, len(peers)), dtype=np.int64)
-        taken: list[tuple[RouterLane, RingSlot, int] | None] = []
         try:
-            for index, lane in enumerate(lanes):
-                if lane is not None:
+            for index, entry in enumerate(taken.lanes):
+                if entry is not None:
+                    lane, slot, first = entry
                     assert isinstance(lane.memory, SymmMemory), "this plane's own"
-                    at = lane.memory.fields(lane.free[-1], lane.next_sequence, self._shared)
-                    fields[:, index] = at
+                    fields[:, index] = lane.memory.fields(slot, first, self._shared)
         except PlaneError as error:
             self._out_of_reach = True
             _log.warning("lane.out_of_reach: %s", error)
+            super().give_back(taken)
             return None
         began = perf_counter_ns()
         self._steps += 1
-        for lane in lanes:
-            if lane is None:
-                taken.append(None)
-                continue
-            taken.append((lane, lane.free.pop(), lane.next_sequence))
-            lane.next_sequence += messages
-            lane.memory.busy[0] = self._steps
-            lane.bell.ring()
+        for entry in taken.lanes:
+            if entry is not None:
+                lane = entry[0]
+                lane.memory.busy[0] = self._steps
+                lane.bell.ring()
         self.signal_ns += perf_counter_ns() - began
-        return Taken(taken, fields)
+        return Taken(taken.lanes, fields)
 
-    def give_back(self, taken: Taken, corrupt: int = -1) -> None:
-        """The device is done with what was taken: nothing of it waits or sends any more. Slots
-        whose last message was not answered come free when it is, as an answer to a ticket that
-        nobody knows. ``corrupt``: the lane over which nonsense came, which is dropped.
-        """
-        acquire()
-        for index, entry in enumerate(taken.lanes):
-            if entry is None:
-                continue
-            lane, slot, first = entry
-            lane.memory.busy[0] = 0
-            if self._lanes.get(lane.peer) is not lane:
-                continue
-            sent = lane.memory.request_flags[slot.index]
-            request = slot.read_request()
-            if index == corrupt:
-                self.corrupt_lanes += 1
-                self._lose(lane, f"the answer to message {sent} is none: {slot.answer_header()}")
-            elif sent < first or lane.memory.answer_flags[slot.index] == sent:
-                lane.free.append(slot)
-            else:
-                rows = request.tokens
-                lane.in_flight.append(InFlight(slot, sent, rows, next(self._tickets)))
+    def give_back(self, taken: shm.Taken, corrupt: int = -1) -> None:
+        for entry in taken.lanes:
+            if entry is not None:
+                entry[0].memory.busy[0] = 0
+        super().give_back(taken, corrupt)
+        for lane in self._lanes.values():
+            if lane.in_flight:
                 lane.bell.ring()  # the mark is gone, and the worker may not have looked yet
 
-    def _remove(self, lane: RouterLane) -> None:
-        super()._remove(lane)
-        self.abort()
+    def _new_abort_word(self) -> torch.Tensor:
+        """Host memory: kernels read it while they wait."""
+        return torch.zeros(1, dtype=torch.int64, pin_memory=self._device.place.type == "cuda")
 
     def _new_memory(self) -> tuple[LaneMemory, list[int]]:
         layout = self._layout

@@ -1,5 +1,5 @@
 """When a router lets its device go through a step by itself, and what it makes of the outcome. What
-the device does is in ``tests/kernels/interpreted/test_engine_ahead.py``.
+it does is in ``tests/kernels/ahead_engine.py``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import torch
 from ep_kernels.crew import Crew
 from ep_kernels.triton.device import DeviceHung
 
+from mesh.layer_groups import LayerGroups
 from mesh.messages import Placement
 from mesh.settings import ExpertSettings, RouterSettings, Settings
 from router_svc.ahead import FAULTS, Ahead
 from router_svc.experts import MeshExperts
-from router_svc.profile import Times
+from router_svc.profile import LayerTimes, Times
 from router_svc.service import goes_ahead
 
 EXPERTS, LAYERS, TOKENS, TOP_K, HIDDEN = 4, (1, 3), 2, 2, 8
@@ -25,9 +26,14 @@ ONE = [SimpleNamespace(count=1)] * TOKENS
 
 
 class Device:
-    """What a device would say of each step: a fault, nothing, or an error to raise."""
+    """What a device would say of each step: a fault, nothing, or an error to raise. ``spent``: what
+    C would say of its layers.
+    """
+
+    on_device = True
 
     def __init__(self) -> None:
+        self.spent: np.ndarray | None = None
         self.outcomes: list[object] = []
         self.routes = 0
         self.limits: list[float] = []
@@ -40,7 +46,7 @@ class Device:
         assert ranks == ("a", "b")
         self.routes += 1
 
-    def run(self, plan, *, step, epoch, limit_s, launched):
+    def run(self, plan, kv, *, step, epoch, limit_s, launched):
         launched()
         self.limits.append(limit_s)
         outcome = self.outcomes.pop(0) if self.outcomes else ""
@@ -54,6 +60,7 @@ class Device:
             peer="b",
             hidden=torch.zeros(TOKENS, HIDDEN),
             logits=torch.zeros(TOKENS, 5),
+            spent=self.spent,
             ids=np.array([[[0, 1], [2, 1]], [[3, 2], [3, 0]]], dtype=np.int32),
             sent=sent,
         )
@@ -106,7 +113,7 @@ class Router:
 
     def step(self) -> bool:
         """Whether it went ahead."""
-        return self.ahead.may(ONE) and self.ahead.run(None, b"\1\0") is not None
+        return self.ahead.may(ONE) and self.ahead.run(None, None, b"\1\0") is not None
 
 
 @pytest.fixture
@@ -128,6 +135,22 @@ def test_a_step_is_counted_as_the_host_counts_it(router: Router) -> None:
     assert (tally.ahead, tally.dispatches, tally.messages) == (1, 2, 3)
     assert (router.launched, router.pumped) == (1, 1)
     assert router.times.ahead_ns > 0
+
+
+def test_what_layers_took_is_counted_as_the_hosts_way_counts_it(router: Router) -> None:
+    router.times.layers = LayerTimes(LayerGroups(2))
+    router.device.spent = np.array(
+        [[1, 0, 0, 0, 0, 2, 0, 0, 0], [10, 20, 1, 2, 3, 40, 50, 60, 7]], dtype=np.int64
+    )
+    assert router.step()
+    times = router.times
+    assert (times.attention_ns, times.gate_ns, times.shared_ns) == (11, 20, 42)
+    assert (times.send_ns, times.wait_ns, times.combine_ns, times.idle_ns) == (6, 50, 60, 7)
+    assert times.ahead_ns == 0
+    layers = times.layers
+    assert (layers.compute, layers.dispatch) == ([3, 70], [0, 6])
+    assert (layers.wait, layers.combine) == ([0, 50], [0, 60])
+    assert router.experts.tally.away_ns == 6 + 40 + 50
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -221,6 +244,8 @@ def test_a_defect_costs_steps_ahead_and_a_hung_device_the_router(router: Router)
         ("auto", "interpreter", "interpreter", True),
         ("on", "cuda", "cuda", True),
         ("off", "cuda:0", "cuda:1", False),
+        ("auto", "cpu", "cpu", True),
+        ("off", "cpu", "cpu", False),
     ],
 )
 def test_on_one_gpu_that_is_shared_it_is_tried_only_when_asked_for(
