@@ -149,12 +149,13 @@ class RouterSettings(_Section, frozen=True, kw_only=True):
     """Micro-batches of a step that ping-pong between attention and experts. auto: 2 when
     max(t_attn, 2 t_exp(b/2)) < t_attn + t_exp(b) by measured times, else 1."""
     ahead: Literal["auto", "on", "off"] = "auto"
-    """Whether the router's device goes through decode steps of up to 64 sequences by itself, while
-    the host waits for the step's end alone: over the symm plane, for a router of one process
-    (tp = 1), while every expert has a worker that answers. Such a step is one micro-batch, and
-    splits an expert's tokens evenly over its replicas. auto: unless router.device and expert.device
-    are one GPU, where the kernels that wait and those of the experts would take turns. off: the
-    host chooses routes in each layer."""
+    """Whether a router of one process (tp = 1) goes through decode steps of up to 64 sequences
+    without Python in each layer, while every expert has a worker that answers. On the CPU C does:
+    over lanes in shared memory, for latent attention with 16-bit weights, fp32 on the wire, not
+    exact, and where the step is one micro-batch. Over the symm plane the router's device does; such
+    a step is one micro-batch and splits an expert's tokens evenly over its replicas. auto: unless
+    router.device and expert.device are one GPU, where the kernels that wait and those of the
+    experts would take turns. off: Python chooses routes in each layer."""
     threads: int = 1
     """Threads of tensor operations. More than one pays only on idle cores."""
     matrix_threads: int = 0

@@ -51,6 +51,8 @@ class HostAhead:
     """Steps of ``model`` over the lanes of ``plane``. On the thread that computes."""
 
     on_device: bool = False
+    most_wait_s: float = 5.0
+    """Whoever watches this thread must not take it for hung."""
 
     def __init__(
         self, model: RouterModel, call: StepCall, plane: ShmRouterPlane, choice: Choice, most: int

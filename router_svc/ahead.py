@@ -64,6 +64,8 @@ class StepsAhead(Protocol):
 
     on_device: bool
     """Whether it is a device's, of which the host does not know what the layers take."""
+    most_wait_s: float
+    """The longest that a step may wait for an answer."""
 
     def fits(self, counts: Sequence[int]) -> bool: ...
 
@@ -116,7 +118,8 @@ class Ahead:
         if device is None or not device.fits([chunk.count for chunk in chunks]):
             return False
         self._pump()
-        if not self._experts.can_go_ahead:
+        experts = self._experts
+        if not experts.can_go_ahead or experts.patience_s > device.most_wait_s:
             return False
         if self._rest > 0:
             self._rest -= 1

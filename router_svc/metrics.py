@@ -65,7 +65,7 @@ class RouterCollector(Collector):
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", state.prefix_queries),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", state.prefix_hits),
             ("router_steps", "Engine steps.", times.steps),
-            ("router_steps_ahead", "Steps that the device went through by itself.", tally.ahead),
+            ("router_steps_ahead", "Steps that the device, or C, went through alone.", tally.ahead),
             ("router_tokens", "Tokens computed, prompts and decodes.", times.tokens),
             ("router_lane_messages", "Parts sent to expert workers.", tally.messages),
             ("router_stale_parts", "Parts answered stale and sent again.", tally.stale),
@@ -102,7 +102,7 @@ class RouterCollector(Collector):
         yield seconds
         again = CounterMetricFamily(
             f"{PREFIX}_router_steps_again",
-            "Steps that the device went through by itself in vain, and that were run again.",
+            "Steps that the device, or C, went through alone in vain, and that were run again.",
             labels=["reason"],
         )
         for reason in FAULTS:

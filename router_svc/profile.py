@@ -78,7 +78,8 @@ class Times:
     combine_ns: int = 0
     sampling_ns: int = 0
     ahead_ns: int = 0
-    """Steps that the device went through by itself: launching them, and waiting for their end."""
+    """Steps that the device went through by itself: launching them, and waiting for their end. And
+    those of C that came to nothing."""
     idle_ns: int = 0
     """From dispatches until their answers were added up, the time in which neither this router ran
     tensor operations nor any worker computed a part of what was added up."""

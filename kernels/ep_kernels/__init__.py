@@ -13,6 +13,7 @@ Layers, each importing only those above it:
     bundle        one expert as bytes, to travel to another process
     shadow        one token that an expert computes before it may serve
     shm           the plane for processes of one host: lanes in shared memory
+    ahead         a router's decode step through all layers, over such lanes; in C
     tcp           the plane between hosts: lanes over TCP
     group         the planes over torch.distributed: gloo and NCCL
     ranks         rows to a tensor-parallel group's ranks and sums back, over the same

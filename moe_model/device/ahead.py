@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from time import monotonic_ns
 from weakref import WeakKeyDictionary
 
@@ -89,6 +90,7 @@ class DeviceAhead:
     """Steps of ``model`` over the lanes of ``plane``. On the thread that computes."""
 
     on_device: bool = True
+    most_wait_s: float = inf  # it gives up by itself
 
     def __init__(self, model: DeviceModel, plane: SymmRouterPlane, device: Device) -> None:
         """``device``: the model's."""

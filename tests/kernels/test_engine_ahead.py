@@ -23,16 +23,9 @@ from model_peer import DIGEST, serve_over_shm
 
 from moe_model.ahead import HostAhead, host_ahead
 from moe_model.model import load_router_model
-from tests.support.checkpoints import TINY_DEEPSEEK, write
+from tests.support.checkpoints import variant
 
 pytestmark = pytest.mark.skipif(not has_kernel(), reason="no kernel for 16-bit weights here")
-
-LARGER = TINY_DEEPSEEK | {
-    "hidden_size": 512, "intermediate_size": 192, "moe_intermediate_size": 160, "q_lora_rank": 192,
-    "kv_lora_rank": 128, "num_attention_heads": 8, "num_key_value_heads": 8,
-    "qk_nope_head_dim": 96, "qk_rope_head_dim": 32, "v_head_dim": 96,
-}  # fmt: skip
-"""Matrices that are worth keeping in 16 bits."""
 
 
 class InC:
@@ -57,4 +50,4 @@ class InC:
 @pytest.fixture(scope="module")
 def side(checkpoints: Path) -> InC:
     torch.set_num_threads(1)
-    return InC(write(checkpoints / "larger", "deepseek_v3", LARGER, dtype=torch.float16))
+    return InC(variant("deepseek-16-bit", checkpoints))

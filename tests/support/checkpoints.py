@@ -60,6 +60,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 4, "tie_word_embeddings": True,
         },
     ),
+    # Matrices that are worth keeping in 16 bits.
+    "deepseek-16-bit": (
+        "deepseek_v3",
+        TINY_DEEPSEEK
+        | {
+            "hidden_size": 512, "intermediate_size": 192, "moe_intermediate_size": 160,
+            "q_lora_rank": 192, "kv_lora_rank": 128, "num_attention_heads": 8,
+            "num_key_value_heads": 8, "qk_nope_head_dim": 96, "qk_rope_head_dim": 32,
+            "v_head_dim": 96,
+        },
+    ),
     "mixtral": ("mixtral", TINY_MIXTRAL),
     "mixtral-window": ("mixtral", TINY_MIXTRAL | {"sliding_window": 24}),
     "mixtral-window-tied": (
@@ -182,9 +193,11 @@ def write(
 
 
 def variant(name: str, root: Path) -> Path:
-    """Write the named variant below ``root`` (bf16 for the large ones, fp32 for the tiny)."""
+    """Write the named variant below ``root`` (in 16 bits the large ones, in fp32 the tiny)."""
     family, config = VARIANTS[name]
     dtype = torch.bfloat16 if name.startswith("bench") else torch.float32
+    if name.endswith("16-bit"):
+        dtype = torch.float16
     return write(root / name, family, config, dtype=dtype)
 
 

@@ -31,6 +31,7 @@ class Device:
     """
 
     on_device = True
+    most_wait_s = 20.0
 
     def __init__(self) -> None:
         self.spent: np.ndarray | None = None
@@ -185,6 +186,9 @@ def test_what_stands_against_it(router: Router) -> None:
     assert not router.ahead.may(ONE)
     router.place(silent=("somebody",))
     assert router.ahead.may(ONE)
+    router.device.most_wait_s = 0.5  # less than a worker may take
+    assert not router.ahead.may(ONE)
+    router.device.most_wait_s = 20.0
     assert router.experts.found_slow("b", 1.0)
     assert not router.ahead.may(ONE)
 
