@@ -4,8 +4,8 @@ they hold: each answer is transformers', and steps go ahead again.
 
 from __future__ import annotations
 
-import itertools
 import os
+import random
 import signal
 import threading
 import urllib.request
@@ -72,16 +72,17 @@ def counted(mesh: Mesh, name: str) -> float:
     return sum(float(line.split()[1]) for line in lines if line.startswith(f"moemesh_{name}"))
 
 
+@pytest.mark.parametrize("rounds", [1, pytest.param(12, marks=pytest.mark.soak)])
 def test_whatever_happens_to_workers_costs_no_token_and_steps_go_ahead_again(
-    checkpoints: Path,
+    checkpoints: Path, rounds: int
 ) -> None:
     path = variant(MODEL, checkpoints)
     oracle, tokenizer = Oracle(path), Tokenizer.from_file(str(path / "tokenizer.json"))
     wanted = [tokenizer.decode(oracle.greedy(prompt, TOKENS).tokens) for prompt in PROMPTS]
+    rng = random.Random(rounds)
     with Mesh(path, experts=3) as mesh, Clients(mesh, wanted) as clients:
-        marks = itertools.count(1)
 
-        def flows() -> None:
+        def flows(what: str) -> None:
             """Steps have gone ahead since, and every client has been answered."""
             answers, steps = clients.answers, counted(mesh, "router_steps_ahead_total")
             mesh.wait_for(
@@ -92,33 +93,42 @@ def test_whatever_happens_to_workers_costs_no_token_and_steps_go_ahead_again(
                         and counted(mesh, "router_steps_ahead_total") > steps + TOKENS
                     )
                 ),
-                f"steps ahead, mark {next(marks)}",
+                f"steps ahead after {what}",
             )
             assert not clients.wrong, (clients.wrong[0], mesh.logs())
 
         def pid(name: str) -> int:
             return next(m["pid"] for m in mesh.members("expert") if m["id"] == name)
 
-        flows()
-        mesh.run("drain", "expert-2", timeout_s=PATIENCE_S)  # experts move
-        flows()
-        mesh.run("drain", "expert-2", "--undo", timeout_s=PATIENCE_S)
-        flows()
-        stopped = pid("expert-1")
-        in_vain = counted(mesh, "router_steps_again_total")
-        os.kill(stopped, signal.SIGSTOP)
-        try:
-            mesh.wait_for(lambda: counted(mesh, "router_steps_again_total") > in_vain, "a try")
-        finally:
-            os.kill(stopped, signal.SIGCONT)
-        flows()
-        killed = pid("expert-0")
-        os.kill(killed, signal.SIGKILL)
-        mesh.wait_for(
-            lambda: any(
-                m["id"] == "expert-0" and m["pid"] != killed and m["state"] == "ready"
-                for m in mesh.members("expert")
-            ),
-            "expert-0 to come back",
-        )
-        flows()
+        def move(name: str) -> None:
+            """Its experts go elsewhere and come back."""
+            mesh.run("drain", name, timeout_s=PATIENCE_S)
+            flows(f"{name} was drained")
+            mesh.run("drain", name, "--undo", timeout_s=PATIENCE_S)
+
+        def stop(name: str) -> None:
+            """It stands still until a step has come to nothing."""
+            stopped, in_vain = pid(name), counted(mesh, "router_steps_again_total")
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                mesh.wait_for(lambda: counted(mesh, "router_steps_again_total") > in_vain, "a try")
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+
+        def kill(name: str) -> None:
+            killed = pid(name)
+            os.kill(killed, signal.SIGKILL)
+            mesh.wait_for(
+                lambda: any(
+                    m["id"] == name and m["pid"] != killed and m["state"] == "ready"
+                    for m in mesh.members("expert")
+                ),
+                f"{name} to come back",
+            )
+
+        flows("the start")
+        for _ in range(rounds):
+            for trouble in rng.sample([move, stop, kill], 3):
+                name = rng.choice(["expert-0", "expert-1", "expert-2"])
+                trouble(name)
+                flows(f"{trouble.__name__} {name}")

@@ -239,7 +239,8 @@ static int32_t combine(const router *is, step *of, int32_t count, float *h, floa
     return WELL;
 }
 
-/* Nanoseconds of from .. to that neither own_from .. own_to nor a worker's computing covers. */
+/* Nanoseconds of from .. to that neither own_from .. own_to nor a worker's computing covers; what no
+ * worker can have taken is left out. */
 static int64_t uncovered(const router *is, const step *of, int32_t count, int64_t from, int64_t to,
                          int64_t own_from, int64_t own_to) {
     int64_t(*span)[2] = (int64_t(*)[2])of->spans, at = from, left = 0;
@@ -247,7 +248,10 @@ static int64_t uncovered(const router *is, const step *of, int32_t count, int64_
     span[0][1] = own_to;
     for (int32_t i = 0; i < count; i++) {
         const int64_t *answer = of->lanes[is->message[i * MESSAGE_INTS + TO_RANK]].at->answer;
-        int64_t low = answer[2], high = answer[2] + answer[3];
+        int64_t low = answer[2], took = answer[3];
+        int sound = low >= 0 && low <= to && took >= 0 && took <= to - from;
+        int64_t high = sound ? low + took : 0;
+        low = sound ? low : 0;
         int32_t put = i + 1;
         for (; put > 0 && span[put - 1][0] > low; put--) {
             span[put][0] = span[put - 1][0];
