@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from ep_kernels.ahead import Fault, Kind, StepCall, StepRows
+from ep_kernels.attend import VisibleKeys
+from ep_kernels.few import FewLatent
 from ep_kernels.routing import Choice, Counts, PairRouter, Places
 from ep_kernels.shm.router import ShmRouterPlane
 
@@ -102,10 +104,15 @@ class HostAhead:
         """Compute ``plan``, of chunks that ``fits`` says yes to, whose rows of ``kv`` are written.
         ``step`` and ``epoch`` go into the messages; an answer is waited for ``limit_s``.
         ``launched`` is called right before. None, and nothing was done, where a lane is not to be
-        had.
+        had, or a token's keys do not lie as C reads them.
         """
-        plane, group = self._plane, plan.decodes
-        assert group is not None, "single tokens of sequences"
+        plane, group, lone = self._plane, plan.decodes, plan.lone
+        if lone is not None:
+            sees: VisibleKeys | tuple[int, int] = (lone.run, lone.keys)
+        elif group is not None:
+            sees = group.visible
+        else:
+            return None  # a token whose keys do not lie together
         taken = None if self._far else plane.take(self._ranks, self._messages)
         if taken is None:
             return None
@@ -117,7 +124,7 @@ class HostAhead:
                 plan.query_turn,
                 plan.key_turn,
                 plan.cache_rows,
-                group.visible,
+                sees,
                 kv.layers,
                 kv.block_size,
             )
@@ -150,6 +157,7 @@ def host_ahead(
     layers, shape = model.step_layers(), plane.shape
     if layers is None or shape.exact or shape.wire is not torch.float32:
         return None
-    most = min(_MOST_SEQUENCES, shape.capacity_tokens)
+    alone = isinstance(layers[0].attention, FewLatent)
+    most = 1 if alone else min(_MOST_SEQUENCES, shape.capacity_tokens)
     call = StepCall(layers, plane, most_rows=most, shares=shares)
     return HostAhead(model, call, plane, choice, most)

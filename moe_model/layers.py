@@ -38,6 +38,11 @@ class SwiGlu:
         """The same with fp16 weights as one call into C, if it has such."""
         return self._half
 
+    @property
+    def few(self) -> FewDense | None:
+        """The same for a few tokens as one call into C, if it is small."""
+        return self._few
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._few is not None and x.shape[0] <= FEW_TOKENS:
             return self._few(x)

@@ -97,6 +97,7 @@ class RouterModel:
         self._stride = row_stride(attention.cache_width)
         self._window = attention.sliding_window if isinstance(attention, GqaSpec) else None
         self._has_few = any(layer.few is not None for layer in parts.layers)
+        """Whether a step of one token is planned for attention of one token."""
         self._expand = (
             expand_rule(attention, spec.hidden_size, exact=exact)
             if isinstance(attention, MlaSpec)
@@ -177,19 +178,21 @@ class RouterModel:
         )
 
     def step_layers(self) -> tuple[StepLayer, ...] | None:
-        """The layers as C goes through them for single tokens of sequences, all at once; None where
-        it cannot: weights in other than 16 bits, biases, grouped-query attention.
+        """The layers as C goes through them, all at once, for single tokens of sequences, or for
+        one token where they are small; None where it cannot: large weights in other than 16 bits,
+        biases, grouped-query attention.
         """
         found = []
         for number, parts in enumerate(self._layers):
+            attention = parts.few if self._has_few else parts.decode
             ffn = parts.shared if parts.dense is None else parts.dense
-            half = None if ffn is None else ffn.half
-            if parts.decode is None or (ffn is not None and half is None):
+            run = None if ffn is None else (ffn.few if self._has_few else None) or ffn.half
+            if attention is None or (ffn is not None and run is None):
                 return None
             if parts.dense is None and parts.few_gate is None:
                 return None
             norm = None if parts.dense is None else parts.ffn_norm
-            found.append(StepLayer(number, parts.decode, parts.few_gate, norm, half))
+            found.append(StepLayer(number, attention, parts.few_gate, norm, run))
         return tuple(found)
 
     def dense(self, layer: int, h: torch.Tensor) -> torch.Tensor:

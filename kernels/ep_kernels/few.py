@@ -96,14 +96,15 @@ class FewFfn:
 
 
 class FewDense:
-    """One SwiGLU expert that every token goes through. One thread at a time.
+    """One SwiGLU expert that every token goes through. One thread at a time. ``address`` is C's
+    ``few_ffn``.
 
     It keeps the weights as fp32, and pays up to ``MOST_BYTES`` of that.
     """
 
     MOST_BYTES: Final = 2 << 20
 
-    __slots__ = ("_address", "_call", "_held", "_hidden")
+    __slots__ = ("_call", "_held", "_hidden", "address")
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         """``gate_up`` ``[2 inner, hidden]``, ``down`` ``[hidden, inner]``."""
@@ -111,18 +112,18 @@ class FewDense:
         kept = (gate_up.float().t().contiguous(), down.float().t().contiguous())
         self._held = (ffn := FewFfn(hidden, inner, 1), kept)
         ffn.put(0, *kept)
-        self._address = ffn.address
+        self.address = ffn.address
         self._hidden = hidden
         self._call = load("few").moemesh_few_dense
         self._call.restype = None
-        self._call.argtypes = (_POINTER, _POINTER, _NUMBER, _POINTER)
+        self._call.argtypes = (_POINTER, _POINTER, _LONG, _POINTER)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x [n, hidden]`` fp32 -> ``[n, hidden]``."""
         assert x.is_contiguous(), "C reads it as it lies"
         tokens = x.shape[0]
         out = torch.empty((tokens, self._hidden))
-        self._call(self._address, x.data_ptr(), tokens, out.data_ptr())
+        self._call(self.address, x.data_ptr(), tokens, out.data_ptr())
         return out
 
 
@@ -195,11 +196,11 @@ class _Latent(ctypes.Structure):
 
 class FewLatent:
     """Multi-head latent attention of one token, with the norm before it and the sum after it. The
-    key and value projections are folded into their neighbours. One thread at a time.
+    key and value projections are folded into their neighbours. One thread at a time. ``address`` is
+    C's ``few_latent``.
     """
 
     __slots__ = (
-        "_address",
         "_call",
         "_fixed",
         "_heads",
@@ -207,6 +208,7 @@ class FewLatent:
         "_hidden",
         "_scratch",
         "_width",
+        "address",
     )
 
     def __init__(
@@ -239,7 +241,7 @@ class FewLatent:
             *(hidden, first.shape[0] - width, heads, latent, width - latent),
         )
         self._held = (attention, kept)
-        self._address = ctypes.addressof(attention)
+        self.address = ctypes.addressof(attention)
         self._hidden = hidden
         self._width = width
         self._heads = heads
@@ -253,6 +255,10 @@ class FewLatent:
             *(_POINTER, _POINTER),
         )
 
+    def scratch_size(self, keys: int) -> int:
+        """Values that C needs memory for."""
+        return self._fixed + self._heads * keys
+
     def __call__(
         self,
         h: torch.Tensor,
@@ -265,7 +271,7 @@ class FewLatent:
         ``query_turn [1, 1, (latent + rotary) / 2]`` and ``key_turn [1, rotary / 2]``, complex.
         """
         keys = rows.shape[0]
-        needed = self._fixed + self._heads * keys
+        needed = self.scratch_size(keys)
         if self._scratch.shape[0] < needed:
             self._scratch = torch.empty(2 * needed)
         assert h.is_contiguous(), "C reads it as it lies"
@@ -273,7 +279,7 @@ class FewLatent:
         assert rows.stride(1) == 1, "C reads a row as it lies"
         out = torch.empty((1, self._hidden))
         self._call(
-            self._address,
+            self.address,
             h.data_ptr(),
             query_turn.data_ptr(),
             key_turn.data_ptr(),

@@ -222,6 +222,8 @@ def test_tokens_are_the_references_and_all_is_counted_as_on_the_hosts_way(
             run.submit(str(index), prompt, 5)
         for index, prompt in wanted:
             run.check(str(index), prompt, 5, oracle)
+        run.submit("alone", wanted[0][1], 5)
+        run.check("alone", wanted[0][1], 5, oracle)
 
     by_host = Run(fleet, side, scenario, ahead=False)
     by_itself = Run(fleet, side, scenario)

@@ -1,4 +1,6 @@
-"""Decode steps that C goes through by itself on the CPU, with 16-bit weights."""
+"""Decode steps that C goes through by itself on the CPU: with 16-bit weights, and of one token
+where matrices are small.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,6 @@ from moe_model.ahead import HostAhead, host_ahead
 from moe_model.model import load_router_model
 from tests.support.checkpoints import variant
 
-pytestmark = pytest.mark.skipif(not has_kernel(), reason="no kernel for 16-bit weights here")
-
 
 class InC:
     near = "shm"
@@ -47,7 +47,9 @@ class InC:
         return found
 
 
-@pytest.fixture(scope="module")
-def side(checkpoints: Path) -> InC:
+@pytest.fixture(scope="module", params=["deepseek-16-bit", "deepseek"])
+def side(request: pytest.FixtureRequest, checkpoints: Path) -> InC:
+    if request.param == "deepseek-16-bit" and not has_kernel():
+        pytest.skip("no kernel for 16-bit weights here")
     torch.set_num_threads(1)
-    return InC(variant("deepseek-16-bit", checkpoints))
+    return InC(variant(request.param, checkpoints))

@@ -33,9 +33,10 @@ typedef struct {
                       int32_t add, float *out);
     void (*norm)(const float *x, int64_t stride, const float *weight, float epsilon, int32_t rows,
                  int32_t width, float *out);
+    void (*lone)(const void *layer, const float *h, const float *query_turn, const float *key_turn,
+                 float *cache, int64_t stride, int32_t keys, float *scratch, float *out);
     void (*gate)(const void *gate, const float *h, int32_t tokens, float *x, int32_t *experts,
                  float *weights);
-    void (*ffn)(const void *expert, const float *x, int64_t rows, float *out);
     int32_t (*route)(void *table, const void *layer, const int32_t *ids, const float *weights,
                      const int32_t *chosen, int32_t n, int32_t top_k, const uint8_t *decode,
                      int32_t *nowhere);
@@ -45,12 +46,15 @@ typedef struct {
 } calls;
 
 typedef struct {
-    const void *attention; /* latent.c's latent_layer */
+    const void *attention; /* latent.c's latent_layer; or of one token few.c's few_latent */
     const void *gate;      /* few.c's few_gate; NULL: a dense layer */
-    const void *ffn;       /* half.c's half_expert, dense or shared; NULL: no shared expert */
+    /* What runs the dense FFN or shared expert, and what it takes; NULL: no shared expert. */
+    void (*run)(const void *ffn, const float *x, int64_t rows, float *out);
+    const void *ffn;
     const float *norm;     /* [hidden] before a dense FFN; the gate has its own */
     const void *routes;    /* route.c's Layer */
     int64_t number;        /* of the model */
+    int64_t lone;          /* whether the attention is of one token */
     float epsilon;
 } layer;
 
@@ -94,6 +98,8 @@ typedef struct {
 typedef struct {
     attended attend;
     float *const *caches; /* [layers] */
+    int64_t first, keys;  /* for one token: what it sees of the cache lies together there */
+    float *between;       /* for that: few_latent's scratch */
     lane *lanes;          /* [ranks] */
     int64_t rows, step, epoch, limit_ns;
     float *h;        /* [rows, hidden]: embeddings, and at the end final hidden states */
@@ -267,6 +273,16 @@ static int64_t uncovered(const router *is, const step *of, int32_t count, int64_
     return left + (to > at ? to - at : 0);
 }
 
+/* h [rows, hidden] -> out, h and attention on it. Returns the first row that has no place in the
+ * cache, -1 if all have. */
+static int64_t attend(const router *is, const step *of, const layer *at, const float *h, float *out) {
+    const attended *to = &of->attend;
+    if (!at->lone) return is->by->latent(at->attention, to, h, of->rows, 1, out);
+    is->by->lone(at->attention, h, to->query_turn, to->key_turn, to->cache + of->first * to->stride,
+                 to->stride, (int32_t)of->keys, of->between, out);
+    return -1;
+}
+
 /* Run all layers. Returns WELL, or why it came to nothing; lanes' sequences say what was sent. */
 int32_t moemesh_ahead(router *is, step *of) {
     const calls *by = is->by;
@@ -280,12 +296,12 @@ int32_t moemesh_ahead(router *is, step *of) {
         memset(spent, 0, KINDS * sizeof *spent);
         if (by->share) by->share(1);
         of->attend.cache = of->caches[l];
-        of->where = by->latent(at->attention, &of->attend, h, rows, 1, next);
+        of->where = attend(is, of, at, h, next);
         if (of->where >= 0) return BAD_ROW;
         spent[ATTENTION] += lap(&since);
         if (!at->gate) {
             by->norm(next, hidden, at->norm, at->epsilon, (int32_t)rows, (int32_t)hidden, x);
-            by->ffn(at->ffn, x, rows, h);
+            at->run(at->ffn, x, rows, h);
             for (int64_t j = 0; j < all; j++) h[j] += next[j];
             spent[SHARED] += lap(&since);
             continue;
@@ -298,7 +314,7 @@ int32_t moemesh_ahead(router *is, step *of) {
         if (fault) return fault;
         int64_t own = since;
         if (at->ffn) {
-            by->ffn(at->ffn, x, rows, h);
+            at->run(at->ffn, x, rows, h);
             for (int64_t j = 0; j < all; j++) h[j] += next[j];
         } else {
             memcpy(h, next, (size_t)all * sizeof *h);

@@ -67,7 +67,7 @@ EACH_WIDTH int64_t moemesh_few_ffn(const few_ffn *is, const float *x, int64_t to
 }
 
 /* The FFN of x [tokens, hidden] by the expert in the first slot -> out [tokens, hidden]. */
-EACH_WIDTH void moemesh_few_dense(const few_ffn *is, const float *x, int32_t tokens, float *out) {
+EACH_WIDTH void moemesh_few_dense(const few_ffn *is, const float *x, int64_t tokens, float *out) {
     int64_t hidden = is->hidden;
     for (int64_t i = 0; i < tokens * hidden; i++) out[i] = 0.0f;
     for (int64_t t = 0; t < tokens; t++)
