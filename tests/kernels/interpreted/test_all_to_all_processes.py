@@ -19,6 +19,7 @@ from ep_kernels.triton.all_to_all.end import ExchangeShape
 from ep_kernels.triton.all_to_all.inbox import Wire
 
 DEADLINE_S = 170.0
+"""For the rounds of ``PHASES``; more rounds have more."""
 ROUTERS, EXPERTS, RING_SLOTS = 2, 3, 4
 
 
@@ -74,6 +75,8 @@ def run_ranks(of: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What each rank printed, by phase; a rank that was killed said nothing."""
     seed = int(os.environ.get("MOEMESH_SEED", random.getrandbits(32)))
     print(f"MOEMESH_SEED={seed}")
+    usual, rounds = (sum(phase[3] for phase in some.values()) for some in (PHASES, of))
+    deadline_s = DEADLINE_S * max(1.0, rounds / usual)
     with contextlib.ExitStack() as held:
         phases = [setup_of(phase, held) for phase in of.values()]
         fds = [fd for phase in phases for role in phase["fds"].values() for fd in role]
@@ -94,7 +97,7 @@ def run_ranks(of: dict[str, Any]) -> dict[str, dict[str, Any]]:
                 processes[f"{role}{index}"] = process
         found: dict[str, Any] = {}
         for name, process in processes.items():  # routers first: expert ranks serve until asked
-            out, _ = process.communicate(timeout=DEADLINE_S)
+            out, _ = process.communicate(timeout=deadline_s)
             if process.returncode != -signal.SIGKILL:
                 assert process.returncode == 0, f"{name} failed"
                 found[name] = dict(zip(of, json.loads(out), strict=True))
