@@ -151,12 +151,12 @@ class RouterSettings(_Section, frozen=True, kw_only=True):
     ahead: Literal["auto", "on", "off"] = "auto"
     """Whether a router of one process (tp = 1) goes through decode steps of up to 64 sequences
     without Python in each layer, while every expert has a worker that answers. On the CPU C does:
-    over lanes in shared memory, for latent attention (with 16-bit weights; small models one
-    sequence at a time), fp32 on the wire, not exact, and where the step is one micro-batch. Over
-    the symm plane the router's device does; such a step is one micro-batch and splits an expert's
-    tokens evenly over its replicas. auto: unless router.device and expert.device are one GPU, where
-    the kernels that wait and those of the experts would take turns. off: Python chooses routes in
-    each layer."""
+    over lanes in shared memory, for latent attention (with 16-bit weights; in small models of up to
+    4 sequences), fp32 on the wire, not exact, and where the step is one micro-batch. Over the symm
+    plane the router's device does; such a step is one micro-batch and splits an expert's tokens
+    evenly over its replicas. auto: unless router.device and expert.device are one GPU, where the
+    kernels that wait and those of the experts would take turns. off: Python chooses routes in each
+    layer."""
     threads: int = 1
     """Threads of tensor operations. More than one pays only on idle cores."""
     matrix_threads: int = 0

@@ -15,8 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from ep_kernels.ahead import Fault, Kind, StepCall, StepRows
-from ep_kernels.attend import VisibleKeys
-from ep_kernels.few import FewLatent
 from ep_kernels.routing import Choice, Counts, PairRouter, Places
 from ep_kernels.shm.router import ShmRouterPlane
 
@@ -104,15 +102,10 @@ class HostAhead:
         """Compute ``plan``, of chunks that ``fits`` says yes to, whose rows of ``kv`` are written.
         ``step`` and ``epoch`` go into the messages; an answer is waited for ``limit_s``.
         ``launched`` is called right before. None, and nothing was done, where a lane is not to be
-        had, or a token's keys do not lie as C reads them.
+        had.
         """
-        plane, group, lone = self._plane, plan.decodes, plan.lone
-        if lone is not None:
-            sees: VisibleKeys | tuple[int, int] = (lone.run, lone.keys)
-        elif group is not None:
-            sees = group.visible
-        else:
-            return None  # a token whose keys do not lie together
+        plane, group = self._plane, plan.decodes
+        assert group is not None, "single tokens of sequences"
         taken = None if self._far else plane.take(self._ranks, self._messages)
         if taken is None:
             return None
@@ -124,7 +117,7 @@ class HostAhead:
                 plan.query_turn,
                 plan.key_turn,
                 plan.cache_rows,
-                sees,
+                group.visible,
                 kv.layers,
                 kv.block_size,
             )
@@ -157,7 +150,7 @@ def host_ahead(
     layers, shape = model.step_layers(), plane.shape
     if layers is None or shape.exact or shape.wire is not torch.float32:
         return None
-    alone = isinstance(layers[0].attention, FewLatent)
-    most = 1 if alone else min(_MOST_SEQUENCES, shape.capacity_tokens)
+    most = min(one.attention.most_rows for one in layers)
+    most = min(most, _MOST_SEQUENCES, shape.capacity_tokens)
     call = StepCall(layers, plane, most_rows=most, shares=shares)
     return HostAhead(model, call, plane, choice, most)

@@ -13,14 +13,13 @@ from typing import Literal
 
 import torch
 from ep_kernels.ahead import StepLayer
-from ep_kernels.few import FEW_TOKENS, FewGate, FewLatent
-from ep_kernels.latent import LatentDecode
+from ep_kernels.few import FEW_TOKENS, FewGate
+from ep_kernels.latent import DecodeCall
 from ep_kernels.packed import PackedLinear, pack_linear
 from ep_kernels.rows import RmsNorm
 from torch.nn.functional import embedding
 
 from moe_model.architecture import GqaSpec, MlaSpec, ModelSpec
-from moe_model.attention.core import span_rows
 from moe_model.attention.gqa import GroupedQueryAttention, gqa_turns
 from moe_model.attention.mla import LatentAttention, expand_rule, mla_turns
 from moe_model.checkpoint import Checkpoint
@@ -30,7 +29,7 @@ from moe_model.gate import Gate
 from moe_model.kv_cache import KVCache
 from moe_model.kv_size import row_stride
 from moe_model.layers import SwiGlu
-from moe_model.plan import CacheShape, Chunk, Group, StepPlan, Turns, plan_step, tabled
+from moe_model.plan import CacheShape, Chunk, StepPlan, Turns, plan_step, tabled
 from moe_model.rope import Rope
 from moe_model.sampler import Sampler, TokenSampler
 from moe_model.shard import Shard
@@ -49,9 +48,7 @@ class Layer:
 
     attention_norm: RmsNorm
     attention: Attention
-    few: FewLatent | None
-    """Norm, attention and sum for one token, if there is such a way."""
-    decode: LatentDecode | None
+    decode: DecodeCall | None
     """Norm and attention for single tokens of sequences, if there is such a way."""
     ffn_norm: RmsNorm
     dense: SwiGlu | None
@@ -96,8 +93,6 @@ class RouterModel:
         self._cache_width = attention.cache_width
         self._stride = row_stride(attention.cache_width)
         self._window = attention.sliding_window if isinstance(attention, GqaSpec) else None
-        self._has_few = any(layer.few is not None for layer in parts.layers)
-        """Whether a step of one token is planned for attention of one token."""
         self._expand = (
             expand_rule(attention, spec.hidden_size, exact=exact)
             if isinstance(attention, MlaSpec)
@@ -130,7 +125,7 @@ class RouterModel:
 
         Raises ``ValueError`` for chunks that do not fit the context or their block table.
         """
-        shape = CacheShape(block_size, self._window, self.exact, self._has_few, self._expand)
+        shape = CacheShape(block_size, self._window, self.exact, self._expand)
         return plan_step(chunks, shape, self.spec.max_context, self._turns)
 
     def embed(self, plan: StepPlan) -> torch.Tensor:
@@ -147,25 +142,26 @@ class RouterModel:
                 f"the step was planned for blocks of {plan.block_size} tokens, "
                 f"the cache has blocks of {kv.block_size}"
             )
-        parts, lone = self._layers[layer], plan.lone
-        if lone is not None and parts.few is not None:
-            rows = span_rows(kv, layer, lone)
-            return parts.few(h, plan.query_turn, plan.key_turn, rows)
-        if parts.decode is not None and plan.decodes is not None:
-            return self._decode(parts.decode, layer, h, plan, plan.decodes, kv, add=True)
+        parts = self._layers[layer]
+        out = self._decode(parts.decode, layer, h, plan, kv, add=True)
+        if out is not None:
+            return out
         return parts.attention(parts.attention_norm(h), plan, kv, layer).add_(h)
 
     def _decode(
         self,
-        decode: LatentDecode,
+        decode: DecodeCall | None,
         layer: int,
         h: torch.Tensor,
         plan: StepPlan,
-        group: Group,
         kv: KVCache,
         *,
         add: bool,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
+        """None where the step, or the layer, is of another kind."""
+        group = plan.decodes
+        if decode is None or group is None or h.shape[0] > decode.most_rows:
+            return None
         return decode(
             h,
             plan.query_turn,
@@ -178,16 +174,19 @@ class RouterModel:
         )
 
     def step_layers(self) -> tuple[StepLayer, ...] | None:
-        """The layers as C goes through them, all at once, for single tokens of sequences, or for
-        one token where they are small; None where it cannot: large weights in other than 16 bits,
+        """The layers as C goes through them, all at once, for single tokens of sequences (a few of
+        them, where matrices are small); None where it cannot: large weights in other than 16 bits,
         biases, grouped-query attention.
         """
         found = []
         for number, parts in enumerate(self._layers):
-            attention = parts.few if self._has_few else parts.decode
+            attention = parts.decode
             ffn = parts.shared if parts.dense is None else parts.dense
-            run = None if ffn is None else (ffn.few if self._has_few else None) or ffn.half
-            if attention is None or (ffn is not None and run is None):
+            if attention is None:
+                return None
+            is_small = attention.most_rows <= FEW_TOKENS
+            run = None if ffn is None else (ffn.few if is_small else None) or ffn.half
+            if ffn is not None and run is None:
                 return None
             if parts.dense is None and parts.few_gate is None:
                 return None
@@ -326,8 +325,7 @@ def _load_layer(spec: ModelSpec, reader: Reader, layer: int, kind: Weights, exac
     return Layer(
         attention_norm=attention_norm,
         attention=attention,
-        few=None if latent is None else latent.few(norm, spec.norm_eps),
-        decode=None if latent is None else latent.decode(attention_norm),
+        decode=None if latent is None else latent.decode(attention_norm, norm),
         ffn_norm=RmsNorm(ffn_norm, spec.norm_eps),
         dense=ffn("dense"),
         gate=gate,

@@ -51,8 +51,6 @@ class CacheShape:
     """Tokens that a token sees, itself included; None for all before it."""
     exact: bool
     """No groups: each token attends by itself."""
-    lone_span: bool = False
-    """A step of one token is a span, for attention that has a way of its own for it."""
     expand: ExpandRule | None = None
     """None: no span expands."""
 
@@ -116,14 +114,6 @@ class StepPlan:
     kept_rows: torch.Tensor | None
     query_turn: torch.Tensor
     key_turn: torch.Tensor
-
-    @property
-    def lone(self) -> Span | None:
-        """The only part, if it is one token whose keys lie together."""
-        part = self.parts[0]
-        if self.num_tokens == 1 and isinstance(part, Span) and part.run >= 0:
-            return part
-        return None
 
     @property
     def decodes(self) -> Group | None:
@@ -216,7 +206,7 @@ def _parts(
     num_tokens: int,
     shape: CacheShape,
 ) -> tuple[Part, ...]:
-    if shape.exact or (num_tokens == 1 and shape.lone_span):
+    if shape.exact:
         return tuple(_span(first, chunk, shape) for first, chunk in (*singles, *spans))
     parts: list[Part] = [_group(singles, num_tokens, shape)] if singles else []
     return (*parts, *(_span(first, chunk, shape) for first, chunk in spans))

@@ -35,8 +35,9 @@ class RouterShard(RouterModel):
     def attend_part(self, layer: int, h: torch.Tensor, plan: StepPlan, kv: KVCache) -> torch.Tensor:
         """Over the rank's own heads. Writes its rows of ``layer`` to ``kv``."""
         parts = self._layers[layer]
-        if parts.decode is not None and plan.decodes is not None:
-            return self._decode(parts.decode, layer, h, plan, plan.decodes, kv, add=False)
+        out = self._decode(parts.decode, layer, h, plan, kv, add=False)
+        if out is not None:
+            return out
         return parts.attention(parts.attention_norm(h), plan, kv, layer)
 
     def dense_part(self, layer: int, h: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 
 from ep_kernels.attend import VisibleKeys
-from ep_kernels.few import FewDense, FewGate, FewLatent
+from ep_kernels.few import FewDense, FewGate
 from ep_kernels.half_ffn import HalfExpert
-from ep_kernels.latent import LatentDecode, StepFields
+from ep_kernels.latent import DecodeCall, StepFields
 from ep_kernels.native_library import load
 from ep_kernels.routing import PairRouter
 from ep_kernels.rows import RmsNorm
@@ -64,25 +64,23 @@ class Kind(IntEnum):
 @dataclass(frozen=True, slots=True)
 class StepLayer:
     """One decoder layer. A MoE layer has a ``gate`` and perhaps a shared expert, ``ffn``; a dense
-    one the ``norm`` before its ``ffn``. All have ``LatentDecode``; or all have ``FewLatent``, and
-    steps have one token.
+    one the ``norm`` before its ``ffn``.
     """
 
     number: int
-    attention: LatentDecode | FewLatent
+    attention: DecodeCall
     gate: FewGate | None
     norm: RmsNorm | None
     ffn: HalfExpert | FewDense | None
 
 
 class StepRows(NamedTuple):
-    """Single tokens of ``n`` sequences; see ``LatentDecode`` and ``FewLatent``."""
+    """Single tokens of ``n`` sequences; see ``DecodeCall``."""
 
     query_turn: torch.Tensor
     key_turn: torch.Tensor
     at: torch.Tensor
-    sees: VisibleKeys | tuple[int, int]
-    """Rows of the cache; for one token the first of them and their number."""
+    visible: VisibleKeys
     caches: Sequence[torch.Tensor]
     """Of each layer."""
     block_size: int
@@ -104,15 +102,14 @@ class Outcome(NamedTuple):
 
 
 class _Calls(ctypes.Structure):
-    _fields_ = tuple(
-        (name, _POINTER) for name in ("latent", "norm", "lone", "gate", "route", "send", "share")
-    )
+    _fields_ = tuple((name, _POINTER) for name in ("norm", "gate", "route", "send", "share"))
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("attention", "gate", "run", "ffn", "norm", "routes")),
-        *(("number", _LONG), ("lone", _LONG)),
+        *((name, _POINTER) for name in ("attend", "attention", "run", "ffn", "gate")),
+        *((name, _POINTER) for name in ("norm", "routes")),
+        ("number", _LONG),
         ("epsilon", ctypes.c_float),
     )
 
@@ -133,9 +130,7 @@ class _Router(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = (
         ("attend", StepFields),
-        ("caches", _POINTER),
-        *(("first", _LONG), ("keys", _LONG), ("between", _POINTER)),
-        ("lanes", _POINTER),
+        *((name, _POINTER) for name in ("caches", "lanes")),
         *((name, _LONG) for name in ("rows", "step", "epoch", "limit_ns")),
         *((name, _POINTER) for name in ("h", "scratch", "spans", "ids", "sent", "spent")),
         ("where", _LONG),
@@ -165,12 +160,11 @@ class StepCall:
         assert shape.wire is torch.float32, "C copies rows as they are"
         assert not shape.exact, "answers are sums"
         assert most_rows <= shape.capacity_tokens, "a rank gets one message"
+        assert most_rows <= min(one.attention.most_rows for one in layers), "nor more than it takes"
         self._hidden, self._top_k, self._most_rows = shape.hidden, shape.top_k, most_rows
         self._num_moe = sum(layer.gate is not None for layer in layers)
         self._calls = _Calls(
-            function_address("latent", "moemesh_latent"),
             function_address("rows", "moemesh_rms_norm"),
-            function_address("few", "moemesh_few_latent"),
             function_address("few", "moemesh_few_gate"),
             function_address("route", "moemesh_route"),
             function_address("lane", "moemesh_lane_send"),
@@ -181,10 +175,6 @@ class StepCall:
         self._spent = np.zeros((len(layers), len(Kind)), dtype=np.int64)
         self._caches = (_POINTER * len(layers))()
         self._cached: Sequence[torch.Tensor] | None = None
-        lone = [one.attention for one in layers if isinstance(one.attention, FewLatent)]
-        assert len(lone) in (0, len(layers)), "one kind of attention"
-        self._lone = tuple(lone)
-        self._between = torch.empty(0)
         self._router = _Router(
             by=ctypes.addressof(self._calls),
             layers=ctypes.addressof(self._layers),
@@ -242,13 +232,14 @@ class StepCall:
             assert isinstance(to.bell, Bell), "a lane in shared memory"
             lane.at, lane.bell = slot.at, to.bell.at
         ids = np.empty((self._num_moe, count, self._top_k), dtype=np.int32)
-        cache, at = rows.caches[0], self._step
+        cache, visible, at = rows.caches[0], rows.visible, self._step
         if self._cached is not rows.caches:
             self._caches[:] = [one.data_ptr() for one in rows.caches]
             self._cached = rows.caches
         at.attend = StepFields(
             *(rows.query_turn.data_ptr(), rows.key_turn.data_ptr(), rows.at.data_ptr()),
-            *self._see(rows.sees, cache.shape[0], count),
+            *(visible.blocks.data_ptr(), visible.offset.data_ptr()),
+            *(visible.skip.data_ptr(), visible.keys.data_ptr()),
             *(None, cache.stride(0), cache.shape[0], rows.block_size),
         )
         at.caches = ctypes.addressof(self._caches)
@@ -260,38 +251,16 @@ class StepCall:
             raise IndexError(f"cache row {row} is not in 0 to {cache.shape[0] - 1}")
         return Outcome(Fault(code), at.where, ids, self._sent, self._spent)
 
-    def _see(
-        self, sees: VisibleKeys | tuple[int, int], rows: int, count: int
-    ) -> tuple[int | None, ...]:
-        """Addresses of what says which of a cache's ``rows`` ``count`` tokens see."""
-        if isinstance(sees, VisibleKeys):
-            assert not self._lone, "attention of one token"
-            arrays = (sees.blocks, sees.offset, sees.skip, sees.keys)
-            return tuple(array.data_ptr() for array in arrays)
-        first, keys = sees
-        assert self._lone, "attention of single tokens of any sequences"
-        assert count == 1, "one token"
-        assert first >= 0, "rows of the cache"
-        assert first + keys <= rows, "rows of the cache"
-        size = max(one.scratch_size(keys) for one in self._lone)
-        if self._between.shape[0] < size:
-            self._between = torch.empty(2 * size)
-        at = self._step
-        at.first, at.keys, at.between = first, keys, self._between.data_ptr()
-        return (None,) * 4
-
 
 def _layer(given: StepLayer) -> _Layer:
     gate, norm, ffn = given.gate, given.norm, given.ffn
     assert gate is not None or (norm is not None and ffn is not None), "a dense layer has an FFN"
     return _Layer(
-        given.attention.address,
+        *(given.attention.run, given.attention.address),
+        *(_RUNS[type(ffn)], None if ffn is None else ffn.address),
         None if gate is None else gate.address,
-        _RUNS[type(ffn)],
-        None if ffn is None else ffn.address,
         None if norm is None else norm.weight_address,
         None,
         given.number,
-        isinstance(given.attention, FewLatent),
         0.0 if norm is None else norm.epsilon,
     )

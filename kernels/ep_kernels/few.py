@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from ep_kernels.gating import GateKernel
+from ep_kernels.latent import DecodeCall
 from ep_kernels.native_library import load
 from ep_kernels.plane import FloatArray, IntArray
+from ep_kernels.serve import function_address
 
 FEW_TOKENS: Final = 4
 """Up to so many a call into C that takes one after another is faster than torch's products."""
@@ -194,22 +196,13 @@ class _Latent(ctypes.Structure):
     )
 
 
-class FewLatent:
-    """Multi-head latent attention of one token, with the norm before it and the sum after it. The
-    key and value projections are folded into their neighbours. One thread at a time. ``address`` is
-    C's ``few_latent``.
+class FewLatent(DecodeCall):
+    """With fp32 weights that fit a core's cache, up to ``FEW_TOKENS`` tokens. The key and value
+    projections are folded into their neighbours. One thread at a time. ``address`` is C's
+    ``few_latent``.
     """
 
-    __slots__ = (
-        "_call",
-        "_fixed",
-        "_heads",
-        "_held",
-        "_hidden",
-        "_scratch",
-        "_width",
-        "address",
-    )
+    __slots__ = ()
 
     def __init__(
         self,
@@ -240,53 +233,13 @@ class FewLatent:
             *(epsilon, latent_epsilon),
             *(hidden, first.shape[0] - width, heads, latent, width - latent),
         )
-        self._held = (attention, kept)
-        self.address = ctypes.addressof(attention)
-        self._hidden = hidden
-        self._width = width
-        self._heads = heads
-        self._fixed = hidden + first.shape[0] + heads * (latent + width)
-        self._scratch = torch.empty(0)
-        self._call = load("few").moemesh_few_latent
-        self._call.restype = None
-        self._call.argtypes = (
-            *(_POINTER,) * 4,
-            *(_POINTER, _LONG, _NUMBER),
-            *(_POINTER, _POINTER),
+        super().__init__(
+            load("few").moemesh_few_latent,
+            function_address("few", "moemesh_few_latent"),
+            attention,
+            kept,
+            hidden=hidden,
+            query=width,
+            rotary=width - latent,
+            most_rows=FEW_TOKENS,
         )
-
-    def scratch_size(self, keys: int) -> int:
-        """Values that C needs memory for."""
-        return self._fixed + self._heads * keys
-
-    def __call__(
-        self,
-        h: torch.Tensor,
-        query_turn: torch.Tensor,
-        key_turn: torch.Tensor,
-        rows: torch.Tensor,
-    ) -> torch.Tensor:
-        """``h [1, hidden]`` -> ``h`` plus attention ``[1, hidden]``. ``rows [keys, latent +
-        rotary]``: what the token sees of the cache, a view; the last one is its own and is written.
-        ``query_turn [1, 1, (latent + rotary) / 2]`` and ``key_turn [1, rotary / 2]``, complex.
-        """
-        keys = rows.shape[0]
-        needed = self.scratch_size(keys)
-        if self._scratch.shape[0] < needed:
-            self._scratch = torch.empty(2 * needed)
-        assert h.is_contiguous(), "C reads it as it lies"
-        assert rows.shape[1] == self._width, "not the cache of this attention"
-        assert rows.stride(1) == 1, "C reads a row as it lies"
-        out = torch.empty((1, self._hidden))
-        self._call(
-            self.address,
-            h.data_ptr(),
-            query_turn.data_ptr(),
-            key_turn.data_ptr(),
-            rows.data_ptr(),
-            rows.stride(0),
-            keys,
-            self._scratch.data_ptr(),
-            out.data_ptr(),
-        )
-        return out

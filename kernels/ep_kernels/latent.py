@@ -1,4 +1,4 @@
-"""Multi-head latent attention of decoding sequences with 16-bit weights, as one call into C.
+"""Multi-head latent attention of decoding sequences, as one call into C.
 
 It is what ``half``, ``rows`` and ``attend`` do one after the other; asked for step by step they
 take a dozen calls a layer, which cost a lone sequence as much as a third of its weights.
@@ -7,6 +7,7 @@ take a dozen calls a layer, which cost a lone sequence as much as a third of its
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Any
 
 import torch
@@ -54,17 +55,84 @@ _STEPS = _Steps(
     function_address("attend", "moemesh_attend"),
     function_address("half", "moemesh_crew_do"),
 )
-_attend: Any = load("latent", keeps_lock=False).moemesh_latent
-_attend.restype = _LONG
-_attend.argtypes = (_POINTER, _POINTER, _POINTER, _LONG, _NUMBER, _POINTER)
 
 
-class LatentDecode:
-    """Norm and attention of one layer, for single tokens of any sequences. Thread-safe.
-    ``address`` is C's ``latent_layer``.
+class DecodeCall:
+    """Norm and latent attention of one layer, for up to ``most_rows`` single tokens of any
+    sequences. ``run`` is the address of the function in C, ``address`` that of what it takes first.
     """
 
-    __slots__ = ("_held", "_hidden", "_query", "_rotary", "address")
+    __slots__ = ("_call", "_held", "_hidden", "_query", "_rotary", "address", "most_rows", "run")
+
+    def __init__(
+        self,
+        call: Any,
+        run: int,
+        layer: ctypes.Structure,
+        held: object,
+        *,
+        hidden: int,
+        query: int,
+        rotary: int,
+        most_rows: int,
+    ) -> None:
+        """``call``: the function in C. ``query`` and ``rotary``: values of a head's query and of a
+        rotary key. ``held``: what ``layer`` has the addresses of.
+        """
+        self._call = call
+        self._call.restype = _LONG
+        self._call.argtypes = (_POINTER, _POINTER, _POINTER, _LONG, _NUMBER, _POINTER)
+        self._hidden, self._query, self._rotary = hidden, query, rotary
+        self._held = (layer, held)
+        self.run = run
+        self.address = ctypes.addressof(layer)
+        self.most_rows = most_rows
+
+    def __call__(
+        self,
+        h: torch.Tensor,
+        query_turn: torch.Tensor,
+        key_turn: torch.Tensor,
+        cache: torch.Tensor,
+        at: torch.Tensor,
+        block_size: int,
+        visible: VisibleKeys,
+        *,
+        add: bool,
+    ) -> torch.Tensor:
+        """``h [n, hidden]`` fp32 -> attention on its norm, plus ``h`` with ``add``; as wide.
+
+        Turns, ``cache [rows, at least latent + rotary]`` and ``at [n]`` as ``LatentRows`` has them;
+        ``visible`` of ``n`` queries includes the rows written here. Raises ``IndexError`` for a
+        row that the cache does not have.
+        """
+        rows, hidden = h.shape
+        assert rows <= self.most_rows, "no more than it is made for"
+        assert hidden == self._hidden, "not a row of this attention"
+        assert h.is_contiguous(), "C reads rows as they lie"
+        assert query_turn.shape[-1] == self._query // 2, "a turn for each pair of a query"
+        assert key_turn.shape[-1] == self._rotary // 2, "a turn for each pair of a key"
+        step = StepFields(
+            *(query_turn.data_ptr(), key_turn.data_ptr(), at.data_ptr()),
+            *(visible.blocks.data_ptr(), visible.offset.data_ptr()),
+            *(visible.skip.data_ptr(), visible.keys.data_ptr()),
+            *(cache.data_ptr(), cache.stride(0), cache.shape[0], block_size),
+        )
+        out = torch.empty((rows, hidden))
+        bad = self._call(
+            self.address, ctypes.addressof(step), h.data_ptr(), rows, add, out.data_ptr()
+        )
+        if bad >= 0:
+            raise IndexError(f"cache row {int(at[bad])} is not in 0 to {cache.shape[0] - 1}")
+        return out
+
+
+class LatentDecode(DecodeCall):
+    """With 16-bit weights, for any number of tokens. Thread-safe. ``address`` is C's
+    ``latent_layer``.
+    """
+
+    __slots__ = ()
 
     def __init__(
         self,
@@ -88,7 +156,6 @@ class LatentDecode:
         assert value_up.count == heads, "as many heads"
         assert value_up.inputs == latent, "values are made of latents"
         assert out.inputs == heads * value_up.outputs, "the output reads every head's value"
-        self._hidden, self._query, self._rotary = out.outputs, nope + rotary, rotary
         layer = _Layer(
             *(ctypes.addressof(_STEPS), norm.weight_address, rows.address),
             *(first.address, None if query is None else query.address),
@@ -96,40 +163,13 @@ class LatentDecode:
             *(norm.epsilon, out.outputs, rows.query, heads, nope, latent, rotary),
             value_up.outputs,
         )
-        self.address = ctypes.addressof(layer)
-        self._held = (norm, first, rows, query, key_up, value_up, out, layer)
-
-    def __call__(
-        self,
-        h: torch.Tensor,
-        query_turn: torch.Tensor,
-        key_turn: torch.Tensor,
-        cache: torch.Tensor,
-        at: torch.Tensor,
-        block_size: int,
-        visible: VisibleKeys,
-        *,
-        add: bool,
-    ) -> torch.Tensor:
-        """``h [n, hidden]`` fp32 -> attention on its norm, plus ``h`` with ``add``; as wide.
-
-        Turns, ``cache [rows, at least latent + rotary]`` and ``at [n]`` as ``LatentRows`` has them;
-        ``visible`` of ``n`` queries includes the rows written here. Raises ``IndexError`` for a
-        row that the cache does not have.
-        """
-        rows, hidden = h.shape
-        assert hidden == self._hidden, "not a row of this attention"
-        assert h.is_contiguous(), "C reads rows as they lie"
-        assert query_turn.shape[-1] == self._query // 2, "a turn for each pair of a query"
-        assert key_turn.shape[-1] == self._rotary // 2, "a turn for each pair of a key"
-        step = StepFields(
-            *(query_turn.data_ptr(), key_turn.data_ptr(), at.data_ptr()),
-            *(visible.blocks.data_ptr(), visible.offset.data_ptr()),
-            *(visible.skip.data_ptr(), visible.keys.data_ptr()),
-            *(cache.data_ptr(), cache.stride(0), cache.shape[0], block_size),
+        super().__init__(
+            load("latent", keeps_lock=False).moemesh_latent,
+            function_address("latent", "moemesh_latent"),
+            layer,
+            (norm, first, rows, query, key_up, value_up, out),
+            hidden=out.outputs,
+            query=nope + rotary,
+            rotary=rotary,
+            most_rows=sys.maxsize,
         )
-        out = torch.empty((rows, hidden))
-        bad = _attend(self.address, ctypes.addressof(step), h.data_ptr(), rows, add, out.data_ptr())
-        if bad >= 0:
-            raise IndexError(f"cache row {int(at[bad])} is not in 0 to {cache.shape[0] - 1}")
-        return out

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 from ep_kernels.few import FewLatent
-from ep_kernels.latent import LatentDecode
+from ep_kernels.latent import DecodeCall, LatentDecode
 from ep_kernels.packed import Kind, PackedLinear, Storage, pack_linear
 from ep_kernels.rows import LatentRows, RmsNorm
 
@@ -128,10 +128,15 @@ class LatentAttention:
             rotary=spec.qk_rope_head_dim,
         )
 
-    def few(self, norm: torch.Tensor, epsilon: float) -> FewLatent | None:
-        """The same for one token, with the norm before it and the sum after it; shares the
-        matrices. None where these are not so small that calls cost the time, or have biases.
+    def decode(self, norm: RmsNorm, weight: torch.Tensor) -> DecodeCall | None:
+        """The same for single tokens of sequences, with the ``norm`` before it, which has ``weight
+        [hidden]``; shares the matrices. None where these are large and not in 16 bits, or have
+        biases.
         """
+        return self._few(weight, norm.epsilon) or self._half(norm)
+
+    def _few(self, norm: torch.Tensor, epsilon: float) -> FewLatent | None:
+        """For matrices so small that calls cost the time."""
         linears = (self._a, self._o, *(() if self._q_b is None else (self._q_b,)))
         if self._exact or not isinstance(self._absorption, Folded):
             return None
@@ -150,10 +155,8 @@ class LatentAttention:
             heads=self._heads,
         )
 
-    def decode(self, norm: RmsNorm) -> LatentDecode | None:
-        """The same for single tokens of sequences, with the norm before it; shares the matrices.
-        None where these are not in 16 bits, or have biases.
-        """
+    def _half(self, norm: RmsNorm) -> LatentDecode | None:
+        """For matrices in 16 bits."""
         linears = (self._a, self._o, *(() if self._q_b is None else (self._q_b,)))
         halves = [i.half for i in linears if isinstance(i, PackedLinear) and i.half is not None]
         absorption = self._absorption

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from ep_kernels.attend import VisibleKeys
 from ep_kernels.few import FewDense, FewFfn, FewGate, FewLatent
 from ep_kernels.gating import GateKernel, GateRule, reference_gate
 from ep_kernels.grouped_ffn import reference_sum
@@ -51,10 +52,13 @@ def test_the_first_pair_without_an_expert_is_named() -> None:
     assert run(0, 2) == 1
 
 
-@pytest.mark.parametrize("keys", [1, 2, 33, 300])
+@pytest.mark.parametrize("add", [True, False])
 @pytest.mark.parametrize("has_latent", [True, False])
-def test_one_tokens_attention_is_what_torch_computes(keys: int, *, has_latent: bool) -> None:
-    hidden, heads, latent, rotary = 48, 3, 20, 6
+@pytest.mark.parametrize("rows", [0, 1, 4])
+def test_attention_of_a_few_tokens_is_what_torch_computes(
+    rows: int, *, has_latent: bool, add: bool
+) -> None:
+    hidden, heads, latent, rotary, block = 48, 3, 20, 6, 4
     width = latent + rotary
     source = 18 if has_latent else heads * width
     norm, latent_norm = torch.randn(hidden), torch.randn(latent)
@@ -71,27 +75,42 @@ def test_one_tokens_attention_is_what_torch_computes(keys: int, *, has_latent: b
         latent_epsilon=1e-6,
         heads=heads,
     )
-    cache = torch.randn(keys + 4, 32)
-    rows = cache[2 : 2 + keys, :width]
+    each = 80  # blocks a sequence, anywhere
+    blocks = torch.randperm(rows * each)
+    skip = torch.tensor([0, 0, 3, 1])[:rows]
+    keys = torch.tensor([1, 300, 33, 2])[:rows]
+    last = skip + keys - 1
+    at = blocks.view(rows, each)[torch.arange(rows), last // block] * block + last % block
+    visible = VisibleKeys(blocks, torch.arange(rows) * each, skip, keys)
+    cache = torch.randn(rows * each * block, 32)[:, :width]
     before = cache.clone()
-    rows[-1] = float("nan")  # to be written
-    h = torch.randn(1, hidden)
-    query_turn = torch.randn(1, 1, width // 2, dtype=torch.complex64) / width
-    key_turn = torch.randn(1, rotary // 2, dtype=torch.complex64)
-    got = attention(h, query_turn, key_turn, rows)
+    cache[at] = float("nan")  # to be written
+    h = torch.randn(rows, hidden)
+    query_turn = torch.randn(rows, 1, width // 2, dtype=torch.complex64) / width
+    key_turn = torch.randn(rows, rotary // 2, dtype=torch.complex64)
+    got = attention(h, query_turn, key_turn, cache, at, block, visible, add=add)
 
     y = rms_norm(h, [hidden], norm, 1e-5) @ first.t()
     q, c, key = y.split_with_sizes([source, latent, rotary], 1)
     if has_latent:
         q = rms_norm(q, [source], source_norm, 1e-6) @ query.t()
-    by_head = torch.view_as_complex(q.reshape(heads, width // 2, 2)) * query_turn[0]
-    q = torch.view_as_real(by_head).reshape(heads, width)
-    turned = torch.view_as_real(torch.view_as_complex(key.reshape(-1, 2)) * key_turn[0]).flatten()
-    before[1 + keys, :width] = torch.cat([rms_norm(c, [latent], latent_norm, 1e-6)[0], turned])
+    by_head = torch.view_as_complex(q.reshape(rows, heads, width // 2, 2)) * query_turn
+    q = torch.view_as_real(by_head).reshape(rows, heads, width)
+    turned = torch.view_as_real(torch.view_as_complex(key.reshape(rows, rotary // 2, 2)) * key_turn)
+    before[at] = torch.cat([rms_norm(c, [latent], latent_norm, 1e-6), turned.flatten(1)], 1)
     torch.testing.assert_close(cache, before, atol=1e-5, rtol=1e-4)
-    seen = before[2 : 2 + keys, :width]
-    found = torch.softmax(q @ seen.t(), -1) @ seen[:, :latent]
-    torch.testing.assert_close(got, h + found.reshape(1, -1) @ out.t(), atol=1e-3, rtol=1e-3)
+    assert got.shape == (rows, hidden)
+    for i in range(rows):
+        places = torch.arange(int(skip[i]), int(skip[i] + keys[i]))
+        own = blocks.view(rows, each)[i]
+        seen = before[own[places // block] * block + places % block]
+        found = torch.softmax(q[i] @ seen.t(), -1) @ seen[:, :latent]
+        expected = found.reshape(1, -1) @ out.t() + (h[i : i + 1] if add else 0)
+        torch.testing.assert_close(got[i : i + 1], expected, atol=1e-3, rtol=1e-3)
+    if rows:
+        at[-1] = cache.shape[0]
+        with pytest.raises(IndexError, match=f"cache row {cache.shape[0]} is not in 0 to"):
+            attention(h, query_turn, key_turn, cache, at, block, visible, add=add)
 
 
 def test_a_query_latent_is_whole_or_not_there() -> None:

@@ -8,6 +8,7 @@
  */
 #define _GNU_SOURCE
 #include "lane.h"
+#include "latent.h"
 #include <limits.h>
 #include <sched.h>
 #if defined(__linux__)
@@ -27,14 +28,10 @@ enum { ATTENTION, GATE, ROUTE, COPY, SIGNAL, SHARED, WAIT, COMBINE, IDLE, KINDS 
 /* Of a routed message, as route.c writes it. */
 enum { TO_RANK, BLOCK, OF_ROWS, OF_PAIRS, FILLED, MESSAGE_INTS };
 
-/* Of latent.so, rows.so, few.so, half.so, route.so and lane.so; their sources say what each does. */
+/* Of rows.so, few.so, half.so, route.so and lane.so; their sources say what each does. */
 typedef struct {
-    int64_t (*latent)(const void *layer, const void *step, const float *h, int64_t rows,
-                      int32_t add, float *out);
     void (*norm)(const float *x, int64_t stride, const float *weight, float epsilon, int32_t rows,
                  int32_t width, float *out);
-    void (*lone)(const void *layer, const float *h, const float *query_turn, const float *key_turn,
-                 float *cache, int64_t stride, int32_t keys, float *scratch, float *out);
     void (*gate)(const void *gate, const float *h, int32_t tokens, float *x, int32_t *experts,
                  float *weights);
     int32_t (*route)(void *table, const void *layer, const int32_t *ids, const float *weights,
@@ -46,15 +43,17 @@ typedef struct {
 } calls;
 
 typedef struct {
-    const void *attention; /* latent.c's latent_layer; or of one token few.c's few_latent */
-    const void *gate;      /* few.c's few_gate; NULL: a dense layer */
-    /* What runs the dense FFN or shared expert, and what it takes; NULL: no shared expert. */
+    /* What runs the attention, and what it takes; likewise the dense FFN or shared expert, where NULL
+     * is no shared expert. */
+    int64_t (*attend)(const void *attention, const latent_step *step, const float *h, int64_t rows,
+                      int32_t add, float *out);
+    const void *attention;
     void (*run)(const void *ffn, const float *x, int64_t rows, float *out);
     const void *ffn;
+    const void *gate;      /* few.c's few_gate; NULL: a dense layer */
     const float *norm;     /* [hidden] before a dense FFN; the gate has its own */
     const void *routes;    /* route.c's Layer */
     int64_t number;        /* of the model */
-    int64_t lone;          /* whether the attention is of one token */
     float epsilon;
 } layer;
 
@@ -87,19 +86,9 @@ typedef struct {
 
 enum { LONGEST_REST = 256 };
 
-/* latent.c's latent_step. */
 typedef struct {
-    const float *query_turn, *key_turn;
-    const int64_t *at, *blocks, *offset, *skip, *keys;
-    float *cache;
-    int64_t stride, cache_rows, block_size;
-} attended;
-
-typedef struct {
-    attended attend;
+    latent_step attend;
     float *const *caches; /* [layers] */
-    int64_t first, keys;  /* for one token: what it sees of the cache lies together there */
-    float *between;       /* for that: few_latent's scratch */
     lane *lanes;          /* [ranks] */
     int64_t rows, step, epoch, limit_ns;
     float *h;        /* [rows, hidden]: embeddings, and at the end final hidden states */
@@ -273,16 +262,6 @@ static int64_t uncovered(const router *is, const step *of, int32_t count, int64_
     return left + (to > at ? to - at : 0);
 }
 
-/* h [rows, hidden] -> out, h and attention on it. Returns the first row that has no place in the
- * cache, -1 if all have. */
-static int64_t attend(const router *is, const step *of, const layer *at, const float *h, float *out) {
-    const attended *to = &of->attend;
-    if (!at->lone) return is->by->latent(at->attention, to, h, of->rows, 1, out);
-    is->by->lone(at->attention, h, to->query_turn, to->key_turn, to->cache + of->first * to->stride,
-                 to->stride, (int32_t)of->keys, of->between, out);
-    return -1;
-}
-
 /* Run all layers. Returns WELL, or why it came to nothing; lanes' sequences say what was sent. */
 int32_t moemesh_ahead(router *is, step *of) {
     const calls *by = is->by;
@@ -296,7 +275,7 @@ int32_t moemesh_ahead(router *is, step *of) {
         memset(spent, 0, KINDS * sizeof *spent);
         if (by->share) by->share(1);
         of->attend.cache = of->caches[l];
-        of->where = attend(is, of, at, h, next);
+        of->where = at->attend(at->attention, &of->attend, h, rows, 1, next);
         if (of->where >= 0) return BAD_ROW;
         spent[ATTENTION] += lap(&since);
         if (!at->gate) {

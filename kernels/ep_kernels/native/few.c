@@ -2,6 +2,8 @@
  * whole part of a layer is one. The caller's face is ep_kernels/few.py.
  */
 #include "gate.h"
+#include "grown.h"
+#include "latent.h"
 #include "rows.h"
 
 /* y [n] += x [rows] times w [rows, n]. */
@@ -109,16 +111,34 @@ typedef struct {
     int32_t hidden, source, heads, latent, rotary;
 } few_latent;
 
-/* One token's latent attention: h [hidden] -> out [hidden], h and what attention adds to it. Writes
- * the token's row of the cache, which is the last of `keys` rows from `cache` on, `stride` values
- * apart. query_turn [(latent + rotary) / 2] and key_turn [rotary / 2] are complex. scratch holds
- * hidden + source + latent + rotary + heads * (2 latent + rotary + keys) values. */
-EACH_WIDTH void moemesh_few_latent(const few_latent *is, const float *h, const float *query_turn,
-                        const float *key_turn, float *cache, int64_t stride, int32_t keys,
-                        float *scratch, float *out) {
+/* For what lies between a token's steps: values, then the rows that it sees. */
+static float *memory_of(int64_t values, int64_t keys) {
+    static _Thread_local grown memory;
+    values = (values + 15) / 16 * 16;
+    return grow(&memory, (size_t)values * sizeof(float) + (size_t)keys * sizeof(float *));
+}
+
+/* Where the rows that token i sees lie. */
+static void find_rows(const latent_step *step, int64_t i, const float **row) {
+    const int64_t *block = step->blocks + step->offset[i];
+    int64_t size = step->block_size, within = step->skip[i];
+    for (int64_t t = 0; t < step->keys[i]; block++, within = 0)
+        for (; within < size && t < step->keys[i]; within++, t++)
+            row[t] = step->cache + (*block * size + within) * step->stride;
+}
+
+/* Latent attention of one token, h [hidden] -> out [hidden]; its row of the cache is written to
+ * `own`, which is one of those that it sees. */
+INLINED void attend_one(const few_latent *is, const latent_step *step, int64_t i, const float *h,
+                        float *own, float *out) {
     int32_t heads = is->heads, latent = is->latent, width = latent + is->rotary;
-    float *x = scratch, *first = x + is->hidden, *query = first + is->source + width;
-    float *found = query + heads * width, *score = found + heads * latent;
+    int64_t keys = step->keys[i], query_width = is->source_norm ? (int64_t)heads * width : 0;
+    int64_t values = is->hidden + is->source + width + query_width + (int64_t)heads * latent + keys;
+    float *x = memory_of(values, keys), *first = x + is->hidden, *query = first + is->source + width;
+    float *found = query + query_width, *score = found + heads * latent;
+    const float **row = (const float **)(x + (values + 15) / 16 * 16);
+    const float *query_turn = step->query_turn + i * width;
+    const float *key_turn = step->key_turn + i * is->rotary;
     rms_norm_row(h, is->norm, is->epsilon, is->hidden, x);
     dots(x, is->first, is->source + width, is->hidden, first);
     if (is->source_norm) {
@@ -130,26 +150,38 @@ EACH_WIDTH void moemesh_few_latent(const few_latent *is, const float *h, const f
     for (int32_t head = 0; head < heads; head++)
         turn(query + head * width, query_turn, width / 2, query + head * width);
     const float *new = first + is->source;
-    float *own = cache + (int64_t)(keys - 1) * stride;
     rms_norm_row(new, is->latent_norm, is->latent_epsilon, latent, own);
     turn(new + latent, key_turn, is->rotary / 2, own + latent);
 
-    for (int32_t head = 0; head < heads; head++, score += keys) {
+    find_rows(step, i, row);
+    for (int32_t head = 0; head < heads; head++) {
         float most = -INFINITY, sum = 0.0f;
-        for (int32_t t = 0; t < keys; t++) {
-            score[t] = dot(query + head * width, cache + t * stride, width);
+        for (int64_t t = 0; t < keys; t++) {
+            score[t] = dot(query + head * width, row[t], width);
             most = score[t] > most ? score[t] : most;
         }
-        for (int32_t t = 0; t < keys; t++) score[t] = exp_of(score[t] - most);
-        for (int32_t t = 0; t < keys; t++) sum += score[t];
+        for (int64_t t = 0; t < keys; t++) score[t] = exp_of(score[t] - most);
+        for (int64_t t = 0; t < keys; t++) sum += score[t];
         float *value = found + head * latent;
         for (int32_t j = 0; j < latent; j++) value[j] = 0.0f;
-        for (int32_t t = 0; t < keys; t++) {
+        for (int64_t t = 0; t < keys; t++) {
             float share = score[t] / sum;
-            const float *row = cache + t * stride;
-            for (int32_t j = 0; j < latent; j++) value[j] += share * row[j];
+            for (int32_t j = 0; j < latent; j++) value[j] += share * row[t][j];
         }
     }
     dots(found, is->out, is->hidden, heads * latent, out);
-    for (int32_t j = 0; j < is->hidden; j++) out[j] += h[j];
+}
+
+/* h [rows, hidden] -> out [rows, hidden]: attention on the norm of h, and h itself with `add`.
+ * Returns the first row that has no place in the cache, -1 if all have. */
+EACH_WIDTH int64_t moemesh_few_latent(const few_latent *is, const latent_step *step, const float *h,
+                                      int64_t rows, int32_t add, float *out) {
+    int64_t hidden = is->hidden;
+    for (int64_t i = 0; i < rows; i++, h += hidden, out += hidden) {
+        if (step->at[i] < 0 || step->at[i] >= step->cache_rows) return i;
+        attend_one(is, step, i, h, step->cache + step->at[i] * step->stride, out);
+        if (add)
+            for (int64_t j = 0; j < hidden; j++) out[j] += h[j];
+    }
+    return -1;
 }

@@ -9,9 +9,9 @@
  * The caller's face is ep_kernels/half.py.
  */
 #include "crew.h"
+#include "grown.h"
 #include "rows.h"
 #include "tiles.h"
-#include <stdlib.h>
 
 /* Weights of a piece of work for one of several threads: some 5 us of reading. */
 enum { PIECE_BYTES = 1 << 16 };
@@ -273,22 +273,6 @@ static void do_piece(void *of, int64_t piece) {
     const uint16_t *parts = is->parts + which * TILE_PARTS * rows->count * depth(by);
     tile_panels(by->packed, by->outputs, depth(by), from, to, parts, rows->count,
                 rows->y + which * rows->y_step, rows->y_row);
-}
-
-/* Some thread's memory for one purpose; it grows, and ends with the process. */
-typedef struct {
-    void *at;
-    size_t size;
-} grown;
-
-static void *grow(grown *memory, size_t size) {
-    if (size > memory->size) {
-        free(memory->at);
-        memory->size = (size + 4095) / 4096 * 4096;
-        memory->at = aligned_alloc(64, memory->size);
-        if (!memory->at) abort(); /* some MiB at most: this machine cannot go on */
-    }
-    return memory->at;
 }
 
 /* For the parts of rows. */

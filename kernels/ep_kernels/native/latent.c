@@ -5,7 +5,8 @@
  * The caller's face is ep_kernels/latent.py.
  */
 #include "attend.h"
-#include <stdlib.h>
+#include "grown.h"
+#include "latent.h"
 #include <string.h>
 
 /* Rows that go through together: bounds what lies between the steps. */
@@ -36,26 +37,10 @@ typedef struct {
     int32_t hidden, source, heads, nope, latent, rotary, value;
 } latent_layer;
 
-/* A step's rows and the cache of one layer; rows.c and attend.h say more. */
-typedef struct {
-    const float *query_turn, *key_turn; /* [rows, query / 2] and [rows, rotary / 2] complex */
-    const int64_t *at;                  /* [rows] of the cache */
-    const int64_t *blocks, *offset, *skip, *keys;
-    float *cache;
-    int64_t stride, cache_rows, block_size;
-} latent_step;
-
-/* Memory of this thread for what lies between the steps; it grows, and ends with the process. */
+/* For what lies between the steps. */
 static float *memory_of(int64_t values) {
-    static _Thread_local float *memory;
-    static _Thread_local int64_t size;
-    if (values > size) {
-        free(memory);
-        size = values;
-        memory = malloc((size_t)size * sizeof *memory);
-        if (!memory) abort(); /* some MiB: this machine cannot go on */
-    }
-    return memory;
+    static _Thread_local grown memory;
+    return grow(&memory, (size_t)values * sizeof(float));
 }
 
 /* h [rows, hidden] -> out [rows, hidden]: attention on the norm of h, and h itself with `add`.

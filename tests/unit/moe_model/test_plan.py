@@ -16,7 +16,6 @@ from moe_model.plan import (
 )
 
 SHAPE = CacheShape(block_size=16, window=None, exact=False)
-LONE = replace(SHAPE, lone_span=True)
 
 
 def plan(chunks: list[Chunk], shape: CacheShape = SHAPE, max_context: int = 4096) -> StepPlan:
@@ -31,10 +30,10 @@ def test_tokens_positions_and_cache_rows_follow_the_chunks() -> None:
 
 
 def test_consecutive_blocks_are_read_in_place() -> None:
-    (span,) = plan([Chunk([1], 40, [7, 8, 9])], LONE).parts
+    (span,) = plan([Chunk([1, 1], 39, [7, 8, 9])]).parts
     assert isinstance(span, Span)
-    assert (span.run, span.keys, span.blocks, span.mask) == (7 * 16, 41, None, None)
-    (span,) = plan([Chunk([1], 40, [7, 9, 8])], LONE).parts
+    assert (span.run, span.keys, span.blocks) == (7 * 16, 41, None)
+    (span,) = plan([Chunk([1, 1], 39, [7, 9, 8])]).parts
     assert isinstance(span, Span)
     assert span.run == -1
     assert span.blocks is not None
@@ -42,7 +41,7 @@ def test_consecutive_blocks_are_read_in_place() -> None:
 
 
 def test_unused_end_of_a_block_table_is_ignored() -> None:
-    (span,) = plan([Chunk([1], 16, [7, 8, 2, 5])], LONE).parts
+    (span,) = plan([Chunk([1, 1], 15, [7, 8, 2, 5])]).parts
     assert isinstance(span, Span)
     assert span.run == 7 * 16
 
@@ -68,10 +67,10 @@ def test_single_tokens_of_several_sequences_form_a_group() -> None:
 
 
 def test_window_bounds_what_is_read() -> None:
-    shape = CacheShape(block_size=16, window=10, exact=False, lone_span=True)
-    (span,) = plan([Chunk([1], 50, list(range(4)))], shape).parts
+    shape = CacheShape(block_size=16, window=10, exact=False)
+    (span,) = plan([Chunk([1], 50, list(range(4)))], replace(shape, exact=True)).parts
     assert isinstance(span, Span)
-    assert (span.begin, span.keys, span.run) == (41, 10, 41)
+    assert (span.begin, span.keys, span.skip) == (41, 10, 9)
     (span,) = plan([Chunk([1] * 4, 50, [0, 1, 3, 2])], shape).parts
     assert isinstance(span, Span)
     assert (span.begin, span.context, span.skip) == (41, 54, 9)
