@@ -247,9 +247,10 @@ async def _serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.on_signal, number)
         log.info("service.started", pid=ctx.pid, incarnation=incarnation, metrics=metrics_url)
-        # What was imported lives as long as the process: spare the collector looking at it again.
-        gc.collect()
+        # What was imported lives as long as the process: spare the collector looking at it. It was
+        # off until now where the import of this module's caller takes long.
         gc.freeze()
+        gc.enable()
         try:
             await served
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,16 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import structlog
 
 from tests.support.checkpoints import variant
 from tests.support.meshes import Mesh
+
+# What is imported stays, and is large: the collector would look at all of it again and again.
+gc.disable()
+# By itself structlog shows exceptions with the variables of each frame, tensors and all: seconds.
+_PLAIN = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+structlog.configure(processors=[*structlog.get_config()["processors"][:-1], _PLAIN])
 
 ONE_PROCESS = "tests/kernels/interpreted"
 """A folder whose tests share a process of their own, which runs all that were selected of it."""
@@ -47,6 +55,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     processor, and tests that start meshes take all that they get.
     """
     items.sort(key=lambda item: not item.nodeid.startswith(ONE_PROCESS))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @functools.cache

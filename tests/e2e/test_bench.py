@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 
-from tests.support.certificates import tls_files
-from tests.support.meshes import MOEMESH, Mesh
+from tests.support.meshes import Mesh
 
 
 def test_bench_step_prints_where_each_process_spent_its_time(demo_mesh: Mesh) -> None:
@@ -38,22 +36,3 @@ def test_bench_serve_sweeps_rates_and_writes_results_and_a_plot(
         assert result["request_goodput"] == result["request_throughput"]
         assert 6 * 4 <= result["total_output_tokens"] <= 6 * 12
     assert plot.read_text().startswith("<svg")
-
-
-def test_bench_speaks_https_and_sends_its_key(tmp_path: Path) -> None:
-    secret = "a-key-of-the-bench-tests"
-    with Mesh(
-        experts=1,
-        environment={"MOEMESH_API_KEYS": f"bench={secret}"},
-        **tls_files(tmp_path),
-    ) as mesh:
-        small = ("--num-prompts", "2", "--input-len", "4", "--output-len", "2")
-        arguments = ("bench", "serve", "--request-rate", "inf", *small)
-        assert "at once" in mesh.run(*arguments, "--api-key", secret)
-        refused = subprocess.run(
-            [MOEMESH, *arguments, "--set", f"mesh.run_dir={mesh.run_dir}"],
-            check=False, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-        assert refused.returncode == 1
-        assert "No API key was sent" in refused.stderr
-        assert "tokens/s" in mesh.run("bench", "step", "--tokens", "8", "--api-key", secret)

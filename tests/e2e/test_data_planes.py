@@ -16,7 +16,7 @@ from tests.support.oracle import Continuation, Oracle
 
 TOLERANCE = 1e-4
 STREAMS = 4
-TOKENS = 400
+TOKENS = 200
 CHECKED = 60
 """Of them, against transformers; in exact mode the others follow from what is equal."""
 

@@ -18,6 +18,8 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.support.threads import compute_cpus, shares
+
 START_S = 120
 STOP_S = 60
 
@@ -115,7 +117,7 @@ def up(tmp_path_factory):
         one.close()
 
 
-def test_a_mesh_from_start_to_ctrl_c(up):
+def test_a_mesh_until_its_launcher_is_killed_and_the_next_one_until_ctrl_c(up):
     mesh = up()
     url = mesh.ready()
 
@@ -141,6 +143,10 @@ def test_a_mesh_from_start_to_ctrl_c(up):
     table = mesh.run("status")
     assert "expert-1" in table.stdout
 
+    # each worker computes on CPUs of its own
+    pids = [members[f"expert-{index}"]["pid"] for index in range(2)]
+    assert [compute_cpus(pid) for pid in pids] == shares(2)
+
     # a second launcher on the same mesh is refused and harms nothing
     second = mesh.run("up", "--port", "0")
     assert second.returncode == 1
@@ -154,23 +160,20 @@ def test_a_mesh_from_start_to_ctrl_c(up):
         model=model, prompt="Genesis 51\n\n1 ", max_tokens=16, temperature=0
     )
     assert again.choices[0].text == answer.choices[0].text
+    (heir,) = (m["pid"] for m in mesh.status()["members"] if m["id"] == "expert-1")
+    assert heir != pids[1]
+    assert compute_cpus(heir) == shares(2)[1]
 
+    # the launcher is killed: its children die with it, and the next start cleans up
     mesh.children = psutil.Process(mesh.process.pid).children(recursive=True)
-    mesh.process.send_signal(signal.SIGINT)
-    assert mesh.wait() == 0
-    mesh.assert_nothing_is_left()
-
-
-def test_children_die_with_a_launcher_that_is_killed_and_the_next_start_cleans_up(up):
-    mesh = up("--experts", "1")
-    mesh.ready()
+    assert len(mesh.children) == 5
     mesh.process.kill()
     mesh.assert_nothing_is_left(with_run_dir=False)
     assert mesh.run("down").returncode == 1
     after = Up(mesh.run_dir, "--experts", "1")
     try:
         after.ready()
-        assert after.run("down").returncode == 0  # what Ctrl-C does, from elsewhere
+        after.process.send_signal(signal.SIGINT)
         assert after.wait() == 0
         after.assert_nothing_is_left()
     finally:

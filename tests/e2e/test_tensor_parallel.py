@@ -29,7 +29,7 @@ def exact_mesh(tiny_deepseek: Path) -> Iterator[Mesh]:
     """Two routers of two processes, so that one can take over from the other."""
     with Mesh(
         tiny_deepseek,
-        experts=2,
+        experts=1,
         routers=2,
         router__tp=2,
         model__exact="true",
@@ -170,7 +170,7 @@ def group_of(mesh: Mesh, id_: str) -> list[int]:
 
 def pids_of(mesh: Mesh, id_: str) -> list[int]:
     """The leader's and its followers', if the router is ready; else none."""
-    members = Chaos(mesh, Counts(expert=2, router=2, gateway=1)).members()
+    members = Chaos(mesh, Counts(expert=1, router=2, gateway=1)).members()
     member = members.get(id_)
     return [member.pid, *member.group] if member and member.state == "ready" else []
 

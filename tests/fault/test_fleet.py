@@ -1,13 +1,16 @@
-"""A mesh is scaled, drained and started again under load: no request fails, no token is lost."""
+"""A mesh is scaled, drained and started again under load: no request fails, no token is lost. Then
+it is stopped.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.meshes import Mesh
+from tests.support.meshes import STOP_DEADLINE_S, Mesh
 from tests.support.streams import Clients, Reference, asks
+from tests.support.threads import compute_cpus, shares
 
-STREAMS = 3
+STREAMS = 2
 PATIENCE_S = 300.0
 """For a command that starts processes, one after another, on cores that are busy with tokens."""
 
@@ -45,7 +48,10 @@ def test_no_change_of_the_fleet_costs_a_request_or_a_token(tiny_deepseek: Path) 
 
             flows()
             mesh.run("scale", "experts=3", "routers=2", timeout_s=PATIENCE_S)
-            assert pids(mesh).keys() - before.keys() == {"expert-2", "router-1"}
+            more = pids(mesh)
+            assert more.keys() - before.keys() == {"expert-2", "router-1"}
+            assert compute_cpus(more["expert-2"]) == shares(3)[2]
+            assert compute_cpus(more["expert-0"]) == shares(2)[0], "whoever runs keeps its share"
             assert placed(mesh) == {"expert-0", "expert-1", "expert-2"}
             flows()
 
@@ -68,3 +74,7 @@ def test_no_change_of_the_fleet_costs_a_request_or_a_token(tiny_deepseek: Path) 
             assert not set(after.values()) & set(before.values())
             flows()
         assert not clients.failures, mesh.logs()
+        mesh.run("down")  # what Ctrl-C does, from elsewhere
+        assert mesh.process is not None
+        assert mesh.process.wait(STOP_DEADLINE_S) == 0
+        assert not mesh.run_dir.exists()

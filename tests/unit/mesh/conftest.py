@@ -44,5 +44,6 @@ def address(tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def _fresh_logging() -> Iterator[None]:
+    before = structlog.get_config()
     yield
-    structlog.reset_defaults()
+    structlog.configure(**before)
