@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import signal
 import subprocess
@@ -33,6 +32,7 @@ from moe_model.checkpoint import Checkpoint
 from moe_model.experts import read_expert
 from moe_model.shipped import checkpoint_dir
 from moe_model.spec import load_spec, serving_digest
+from tests.support.forked_services import ForkedExpert
 
 MODEL = checkpoint_dir("")
 SPEC = load_spec(MODEL)
@@ -49,17 +49,22 @@ class Processes:
         places = (f"mesh.run_dir={self.run_dir}", f"mesh.state_dir={home / 'state'}")
         self.settings = (*places, *QUICK, *settings)
         self.home = home
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.running: dict[str, subprocess.Popen[bytes] | ForkedExpert] = {}
 
-    def start(self, module: str, id_: str, *settings: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", module, "--id", id_]
+    def start(
+        self, module: str, id_: str, *settings: str
+    ) -> subprocess.Popen[bytes] | ForkedExpert:
+        arguments = ["--id", id_]
         for setting in (*self.settings, *settings):
-            command += ["--set", setting]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        with (self.home / f"{id_}.log").open("ab") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        self.running[id_] = process
-        return process
+            arguments += ["--set", setting]
+        path = self.home / f"{id_}.log"
+        if module == "expert_svc":
+            self.running[id_] = ForkedExpert(arguments, path)
+        else:
+            with path.open("ab") as log:
+                command = [sys.executable, "-m", module, *arguments]
+                self.running[id_] = subprocess.Popen(command, stdout=log, stderr=log)
+        return self.running[id_]
 
     def kill(self, id_: str) -> None:
         process = self.running.pop(id_)

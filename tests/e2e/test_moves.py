@@ -238,7 +238,7 @@ def spread(values: list[float]) -> str:
     return f"{len(ordered)} requests, ms: " + ", ".join(parts)
 
 
-@pytest.mark.parametrize("moves", [12, pytest.param(300, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("moves", [8, pytest.param(300, marks=pytest.mark.soak)])
 def test_no_token_changes_while_experts_move_and_nothing_is_left_behind(
     mesh: Mesh, moves: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

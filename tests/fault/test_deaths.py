@@ -25,7 +25,7 @@ def mesh(tiny_deepseek: Path) -> Iterator[Mesh]:
         yield running
 
 
-def complete(mesh: Mesh, index: int, max_tokens: int = 400, **more: Any) -> Any:
+def complete(mesh: Mesh, index: int, max_tokens: int = 250, **more: Any) -> Any:
     status, body = mesh.post(
         "/v1/completions",
         {
@@ -39,7 +39,7 @@ def complete(mesh: Mesh, index: int, max_tokens: int = 400, **more: Any) -> Any:
 
 def test_a_restarted_planner_disturbs_neither_lanes_nor_streams(mesh: Mesh) -> None:
     """The first test: nothing has disturbed the mesh before."""
-    streams = 6
+    streams = 4
     before = {member["id"]: member for member in mesh.status()["members"]}
     with ThreadPoolExecutor(streams) as pool:
         # Long enough that tokens flow before, while and after the planner is away.

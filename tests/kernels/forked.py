@@ -11,10 +11,15 @@ from multiprocessing import get_context
 from typing import Any
 
 DEADLINE_S = 120.0
-_CONTEXT = get_context("forkserver")
+CONTEXT = get_context("forkserver")
+"""The one that is for all tests of a process."""
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_CONTEXT.set_forkserver_preload(
-    ["ep_kernels.group", *(["ep_kernels.triton.symm"] if _INTERPRETED else [])]
+CONTEXT.set_forkserver_preload(
+    [
+        "ep_kernels.group",
+        "expert_svc.service",
+        *(["ep_kernels.triton.symm"] if _INTERPRETED else []),
+    ]
 )
 
 
@@ -24,8 +29,8 @@ class Forked:
     """
 
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
-        self._pipe, theirs = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(target=target, args=(theirs, *arguments), daemon=True)
+        self._pipe, theirs = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=target, args=(theirs, *arguments), daemon=True)
         self._process.start()
         theirs.close()
 

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ from structlog.testing import capture_logs
 from expert_svc.binding import Binding, bind, binding
 from mesh.cpus import cpus_text
 from mesh.service import CannotServe
+from tests.support.forked_services import ForkedExpert
 from tests.support.threads import allowed_cpus
 
 DEADLINE_S = 60.0
@@ -82,19 +81,22 @@ def test_chosen_cpus_that_were_taken_away_end_the_worker() -> None:
 class Lone:
     """An expert worker without a mesh; it computes, should anything come."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: ForkedExpert, log: Path) -> None:
         self._process = process
+        self._log = log
 
     def wait_for(self, *events: str) -> list[dict]:
         """The log lines of these events, the last of which has come."""
-        assert self._process.stderr is not None
-        found = []
-        for text in self._process.stderr:
-            line = json.loads(text)
-            if line["event"] in events:
-                found.append(line)
-            if line["event"] == events[-1]:
+        end = time.monotonic() + DEADLINE_S
+        while time.monotonic() < end:
+            text = self._log.read_text() if self._log.exists() else ""
+            lines = [
+                json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"
+            ]
+            found = [line for line in lines if line["event"] in events]
+            if found and found[-1]["event"] == events[-1]:
                 return found
+            time.sleep(0.02)
         raise AssertionError(f"{events[-1]} was not logged")
 
     def threads(self) -> list[tuple[str, str]]:
@@ -106,21 +108,18 @@ class Lone:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Lone]]:
-    started: list[subprocess.Popen[str]] = []
-    command = [sys.executable, "-P", "-m", "expert_svc", "--set", f"mesh.run_dir={tmp_path}/run"]
+    started: list[ForkedExpert] = []
 
     def starter(*flags: str) -> Lone:
-        process = subprocess.Popen(
-            [*command, *flags],
-            stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        log = tmp_path / f"{len(started)}.log"
+        process = ForkedExpert(["--set", f"mesh.run_dir={tmp_path}/run", *flags], log)
         started.append(process)
-        return Lone(process)
+        return Lone(process, log)
 
     yield starter
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait(DEADLINE_S)
 
 
 @pytest.mark.parametrize("share", [(), ("--cpus", str(min(USABLE)))])

@@ -32,6 +32,7 @@ from moe_model.reference import ReferenceModel
 from moe_model.shipped import checkpoint_dir
 from moe_model.spec import load_spec
 from router_svc.service import lane_shape, main
+from tests.support.forked_services import ForkedExpert
 
 DEADLINE_S = 30.0
 
@@ -39,9 +40,9 @@ DEADLINE_S = 30.0
 class Processes:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._started: list[subprocess.Popen[bytes] | ForkedExpert] = []
 
-    def start(self, module: str, id_: str) -> subprocess.Popen[bytes]:
+    def start(self, module: str, id_: str) -> subprocess.Popen[bytes] | ForkedExpert:
         overrides = {
             "mesh.run_dir": self.run_dir,
             "mesh.state_dir": self.run_dir / "state",
@@ -50,10 +51,15 @@ class Processes:
             "logs.format": "json",
         }
         flags = [flag for key, value in overrides.items() for flag in ("--set", f"{key}={value}")]
-        with (self.run_dir / f"{id_}.log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, "--id", id_, *flags], stdout=log, stderr=log
-            )
+        arguments = ["--id", id_, *flags]
+        path = self.run_dir / f"{id_}.log"
+        process: subprocess.Popen[bytes] | ForkedExpert
+        if module == "expert_svc":
+            process = ForkedExpert(arguments, path)
+        else:
+            with path.open("wb") as log:
+                command = [sys.executable, "-m", module, *arguments]
+                process = subprocess.Popen(command, stdout=log, stderr=log)
         self._started.append(process)
         return process
 
