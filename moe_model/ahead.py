@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from ep_kernels.ahead import Fault, Kind, StepCall, StepRows
+from ep_kernels.few import FEW_TOKENS
 from ep_kernels.routing import Choice, Counts, PairRouter, Places
 from ep_kernels.shm.router import ShmRouterPlane
 
@@ -150,7 +151,8 @@ def host_ahead(
     layers, shape = model.step_layers(), plane.shape
     if layers is None or shape.exact or shape.wire is not torch.float32:
         return None
-    most = min(one.attention.most_rows for one in layers)
-    most = min(most, _MOST_SEQUENCES, shape.capacity_tokens)
-    call = StepCall(layers, plane, most_rows=most, shares=shares)
+    takes = min(one.attention.most_rows for one in layers)
+    most = min(takes, _MOST_SEQUENCES, shape.capacity_tokens)
+    # Matrices of few tokens' attention are too small to be shared.
+    call = StepCall(layers, plane, most_rows=most, shares=shares and takes > FEW_TOKENS)
     return HostAhead(model, call, plane, choice, most)
