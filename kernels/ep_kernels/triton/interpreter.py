@@ -3,10 +3,15 @@
 As it comes, it multiplies matrices of bf16 as if their bits were integers, cuts off what a GPU
 rounds when it narrows to bf16, and loses the carry of some values that it rounds to FP8. Kernels
 should not work around that, so what converts and what multiplies is replaced by torch.
+
+It also looks for the language's built-in functions anew at each call of a kernel, for a quarter of
+its time; they are found once.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import numpy as np
@@ -43,7 +48,20 @@ def _dot(_builder: Any, a: Any, b: Any, d: Any, _precision: Any, _imprecise: Any
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
+@functools.cache
+def _builtins(package: Any) -> tuple[str, ...]:
+    return tuple(name for name, it in inspect.getmembers(package) if tl.core.is_builtin(it))
+
+
+def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    for name in _builtins(package):
+        member = getattr(package, name)
+        if tl.core.is_builtin(member):  # or this is a kernel's call of another, in its scope
+            interpreter._patch_attr(package, name, member, builder, scope)  # noqa: SLF001
+
+
 def correct_interpreter() -> None:
     """For the rest of this process. Call it before any kernel runs."""
     interpreter._convert_float = _convert  # noqa: SLF001 - there is no public place for it
     interpreter.InterpreterBuilder.create_dot = _dot
+    interpreter._patch_builtin = _patch_builtin  # noqa: SLF001
