@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from ep_kernels.ahead import Fault, Kind, StepCall, StepRows
 from ep_kernels.few import FEW_TOKENS
-from ep_kernels.routing import Choice, Counts, PairRouter, Places
+from ep_kernels.routing import Choice, Counts, PairRouter, Places, used_ranks
 from ep_kernels.shm.router import ShmRouterPlane
 
 from moe_model.kv_cache import KVCache
@@ -74,12 +74,7 @@ class HostAhead:
 
     def route_by(self, layers: Sequence[Places], ranks: Sequence[str]) -> None:
         """Send by these places of each MoE layer's experts from now on; every expert has one."""
-        used = np.zeros(len(ranks), dtype=bool)
-        for places in layers:
-            used[places.rank] = True
-        self._ranks = tuple(
-            rank if is_used else None for rank, is_used in zip(ranks, used.tolist(), strict=True)
-        )
+        self._ranks = used_ranks(layers, ranks)
         self._far = not self._plane.in_memory(rank for rank in self._ranks if rank)
         routes = PairRouter(
             layers,

@@ -50,6 +50,14 @@ class Places(NamedTuple):
     """``[places]`` local slot at that rank."""
 
 
+def used_ranks(layers: Sequence[Places], ranks: Sequence[str]) -> tuple[str | None, ...]:
+    """``ranks`` with None for each that no expert of any layer is at."""
+    used = np.zeros(len(ranks), dtype=bool)
+    for places in layers:
+        used[places.rank] = True
+    return tuple(rank if at else None for rank, at in zip(ranks, used.tolist(), strict=True))
+
+
 class Counts:
     """Tokens routed to each expert ``[layers, experts]`` since start, each pair once: ``tokens``
     in all, and ``decodes`` those of decode steps.

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 import torch
-from ep_kernels.routing import Places
+from ep_kernels.routing import Places, used_ranks
 from ep_kernels.triton.ahead import ExchangeShape, StepExchange, StepRoutes
 from ep_kernels.triton.device import TIMEOUT_S, Device, DeviceHung, wait_for
 from ep_kernels.triton.lane_messages import Fault, Verdict
@@ -108,12 +108,7 @@ class DeviceAhead:
 
     def route_by(self, layers: Sequence[Places], ranks: Sequence[str]) -> None:
         """Send by these places of each MoE layer's experts from now on; every expert has one."""
-        used = np.zeros(len(ranks), dtype=bool)
-        for places in layers:
-            used[places.rank] = True
-        self._ranks = tuple(
-            rank if is_used else None for rank, is_used in zip(ranks, used.tolist(), strict=True)
-        )
+        self._ranks = used_ranks(layers, ranks)
         if self._routes is None or not self._routes.replace(layers, len(ranks)):
             self._routes = StepRoutes(layers, len(ranks), self._device)
             self._frames.clear()
