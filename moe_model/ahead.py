@@ -65,17 +65,17 @@ class HostAhead:
         self._choice: Choice = choice
         self._most = most
         self._ranks: tuple[str | None, ...] = ()
-        self._far = False
+        self.in_reach = True
         self._messages = len(model.spec.moe_layers)
 
     def fits(self, counts: Sequence[int]) -> bool:
         """Whether chunks of ``counts`` tokens can go ahead."""
-        return not self._far and len(counts) <= self._most and max(counts) == 1
+        return len(counts) <= self._most and max(counts) == 1
 
     def route_by(self, layers: Sequence[Places], ranks: Sequence[str]) -> None:
         """Send by these places of each MoE layer's experts from now on; every expert has one."""
         self._ranks = used_ranks(layers, ranks)
-        self._far = not self._plane.in_memory(rank for rank in self._ranks if rank)
+        self.in_reach = self._plane.in_memory(rank for rank in self._ranks if rank)
         routes = PairRouter(
             layers,
             num_ranks=len(ranks),
@@ -102,7 +102,7 @@ class HostAhead:
         """
         plane, group = self._plane, plan.decodes
         assert group is not None, "single tokens of sequences"
-        taken = None if self._far else plane.take(self._ranks, self._messages)
+        taken = plane.take(self._ranks, self._messages)
         if taken is None:
             return None
         launched()

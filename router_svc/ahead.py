@@ -67,6 +67,10 @@ class StepsAhead(Protocol):
     most_wait_s: float
     """The longest that a step may wait for an answer."""
 
+    @property
+    def in_reach(self) -> bool:
+        """Whether its messages get to where they go by ``route_by``."""
+
     def fits(self, counts: Sequence[int]) -> bool: ...
 
     def route_by(self, layers: Sequence[Places], ranks: Sequence[str]) -> None: ...
@@ -124,7 +128,14 @@ class Ahead:
         if self._rest > 0:
             self._rest -= 1
             return False
-        return True
+        try:
+            self._go_by(device, experts.routes)
+        except DeviceHung:
+            raise
+        except Exception:  # noqa: BLE001 - the boundary: the host's way is there
+            self._failed()
+            return False
+        return device.in_reach
 
     @property
     def on_device(self) -> bool:
@@ -140,7 +151,6 @@ class Ahead:
         device, experts, began = self._device, self._experts, perf_counter_ns()
         assert device is not None, "may said yes"
         try:
-            self._go_by(device, experts.routes)
             limit_s = experts.patience_s
             step = device.run(
                 plan,
@@ -153,8 +163,7 @@ class Ahead:
         except DeviceHung:
             raise
         except Exception:  # noqa: BLE001 - the boundary: the host's way is there
-            self._log.exception("ahead.failed", reason="steps go the host's way from now on")
-            self._device = None
+            self._failed()
             return None
         took_ns = perf_counter_ns() - began
         if step is None or step.fault or step.spent is None:
@@ -170,6 +179,10 @@ class Ahead:
         experts.took(took_ns / 1e9)  # no part took longer than all of them
         self._count(step, decodes)
         return step.hidden, step.logits
+
+    def _failed(self) -> None:
+        self._log.exception("ahead.failed", reason="steps go the host's way from now on")
+        self._device = None
 
     def _go_by(self, device: StepsAhead, routes: RouteTable) -> None:
         if routes is not self._routes:

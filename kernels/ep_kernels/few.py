@@ -142,7 +142,7 @@ class FewGate:
     ``few_gate``.
     """
 
-    __slots__ = ("_call", "_held", "address", "top_k")
+    __slots__ = ("_call", "_held", "_top_k", "address")
 
     def __init__(
         self, norm: torch.Tensor, epsilon: float, weight: torch.Tensor, choose: GateKernel
@@ -162,7 +162,7 @@ class FewGate:
         )
         self._held = (gate, kept)
         self.address = ctypes.addressof(gate)
-        self.top_k = choose.top_k
+        self._top_k = choose.top_k
         self._call = load("few").moemesh_few_gate
         self._call.restype = None
         self._call.argtypes = (_POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER)
@@ -174,8 +174,8 @@ class FewGate:
         assert h.is_contiguous(), "C reads it as it lies"
         tokens = h.shape[0]
         x = torch.empty(h.shape)
-        experts = torch.empty((tokens, self.top_k), dtype=torch.int32)
-        weights = torch.empty((tokens, self.top_k))
+        experts = torch.empty((tokens, self._top_k), dtype=torch.int32)
+        weights = torch.empty((tokens, self._top_k))
         self._call(
             self.address,
             h.data_ptr(),

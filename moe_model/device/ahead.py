@@ -91,6 +91,7 @@ class DeviceAhead:
 
     on_device: bool = True
     most_wait_s: float = inf  # it gives up by itself
+    in_reach: bool = True  # all lanes of its plane are
 
     def __init__(self, model: DeviceModel, plane: SymmRouterPlane, device: Device) -> None:
         """``device``: the model's."""

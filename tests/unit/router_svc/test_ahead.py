@@ -34,6 +34,8 @@ class Device:
     most_wait_s = 20.0
 
     def __init__(self) -> None:
+        self.in_reach = True
+        self.reaches: list[bool] = []
         self.spent: np.ndarray | None = None
         self.outcomes: list[object] = []
         self.routes = 0
@@ -46,6 +48,7 @@ class Device:
         assert len(layers) == len(LAYERS)
         assert ranks == ("a", "b")
         self.routes += 1
+        self.in_reach = self.reaches.pop(0) if self.reaches else True
 
     def run(self, plan, kv, *, step, epoch, limit_s, launched):
         launched()
@@ -212,6 +215,15 @@ def test_routes_are_given_to_the_device_when_they_change(router: Router) -> None
     router.place()
     assert router.step()
     assert router.device.routes == 2
+
+
+def test_what_was_out_of_reach_is_looked_at_again_when_routes_change(router: Router) -> None:
+    router.device.reaches = [False]
+    assert not router.ahead.may(ONE)
+    assert not router.ahead.may(ONE)
+    assert router.device.routes == 1
+    router.place()
+    assert router.step()
 
 
 def test_patience_grows_with_what_steps_take(router: Router) -> None:
