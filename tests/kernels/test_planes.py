@@ -111,6 +111,23 @@ def test_a_stale_answer_carries_its_status(pair):
     assert pair.answers()[0].status is AnswerStatus.STALE
 
 
+def test_slots_are_lent_of_lanes_in_shared_memory_and_none_in_vain(pair, kind):
+    router = pair.router
+    assert router.in_memory(["e0", "nobody"]) == (kind == "shm")
+    assert router.take(["nobody"], 1) is None
+    taken = router.take(["e0", None], 3)
+    assert (taken is None) == (kind != "shm")
+    assert router.in_flight() == (kind == "shm")
+    if taken is not None:
+        assert taken.lanes[1] is None
+        router.give_back(taken)
+    assert router.in_flight() == 0
+    router.try_send("e0", part_of(1))  # later sequences are as good
+    pair.serve()
+    (answer,) = pair.answers()
+    router.release(answer)
+
+
 def test_a_part_beyond_the_capacity_is_refused_before_anything_is_sent(pair):
     part = part_of(3)
     none = np.zeros(0, dtype=np.int32)
